@@ -1,0 +1,214 @@
+"""Writes one ONNX graph, node by node, from ATen calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Union
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from torch import fx
+
+from lightning_ort.compiler.lowering.registry import LOWERINGS, NotLowered
+from lightning_ort.runtime.dtypes import NUMPY, ONNX
+
+__all__ = ["IR_VERSION", "OPSET", "Dim", "GraphBuilder", "dtype_of", "rank_of", "shape_of"]
+
+OPSET = 20
+IR_VERSION = 10  # the newest that ONNX Runtime 1.19 reads
+CONTRIB = "com.microsoft"
+
+Dim = Union[int, fx.Node]
+"""One size: a number, or the fx node of a symbolic size."""
+
+
+def dtype_of(node: fx.Node) -> torch.dtype:
+    """Element type of the tensor (or symbolic number) that ``node`` stands for."""
+    val = node.meta["val"]
+    if isinstance(val, torch.Tensor):
+        return val.dtype
+    if isinstance(val, (torch.SymInt, int)) and not isinstance(val, bool):
+        return torch.int64
+    return torch.bool if isinstance(val, (torch.SymBool, bool)) else torch.float64
+
+
+def shape_of(node: fx.Node) -> torch.Size:
+    """Shape of the tensor that ``node`` stands for; entries are ``int`` or ``torch.SymInt``."""
+    return node.meta["val"].shape
+
+
+def rank_of(node: fx.Node) -> int:
+    """Number of dimensions of the tensor that ``node`` stands for."""
+    return node.meta["val"].dim()
+
+
+class GraphBuilder:
+    """An ONNX graph under construction and the ONNX value of each fx node written so far.
+
+    Tensors are ONNX tensors of the same shape. A symbolic size (``SymInt``) is an int64 vector of length 1, so that
+    shapes are built by ``Concat``; a symbolic float or bool is a scalar.
+    """
+
+    def __init__(self) -> None:
+        self.inputs: list[ir.Value] = []
+        self.nodes: list[ir.Node] = []
+        self.initializers: list[ir.Value] = []
+        self._values: dict[fx.Node, Any] = {}
+        self._constants: dict[Any, ir.Value] = {}
+        self._scope = "graph"
+
+    # -- what the graph consists of ---------------------------------------------------------------------------------
+
+    def add_input(self, node: fx.Node) -> ir.Value:
+        """Declare the value of ``node`` to be fed at each run; static sizes are declared, symbolic ones left open."""
+        val = node.meta["val"]
+        if isinstance(val, torch.Tensor):
+            if val.dtype not in NUMPY:
+                raise NotLowered(f"{val.dtype} tensors cannot be passed to ONNX Runtime")
+            shape = ir.Shape([d if isinstance(d, int) else f"{node.name}_{i}" for i, d in enumerate(val.shape)])
+        else:
+            shape = ir.Shape([1]) if isinstance(val, (torch.SymInt, int)) else ir.Shape([])
+        value = ir.Value(name=node.name, type=ir.TensorType(ONNX[dtype_of(node)]), shape=shape)
+        self.inputs.append(value)
+        self._values[node] = value
+        return value
+
+    def add_initializer(self, node: fx.Node, tensor: torch.Tensor) -> None:
+        """Give ``node`` the constant value ``tensor``."""
+        self._values[node] = self._initializer(tensor.detach().cpu().contiguous().numpy(), node.name)
+
+    def lower(self, node: fx.Node) -> None:
+        """Write the ATen call ``node``.
+
+        Raises:
+            NotLowered: this call has no faithful ONNX form; nodes written before stay as they were.
+        """
+        function = LOWERINGS.get(node.target)
+        if function is None:
+            raise NotLowered(f"no ONNX form for {node.target}")
+        written, self._scope = len(self.nodes), node.name
+        try:
+            self._values[node] = function(self, node, *node.args, **node.kwargs)
+        except NotLowered:
+            del self.nodes[written:]
+            raise
+
+    def model(self, outputs: Sequence[fx.Node]) -> ir.Model:
+        """The finished model; ``outputs`` become graph outputs under the names of their fx nodes."""
+        results = []
+        for node in outputs:
+            value = self.value(node)
+            # A graph output needs a name of its own, also when it is an input or stands for two outputs.
+            out = self.op("Identity", value)
+            out.name = f"out_{node.name}_{len(results)}"
+            out.type = ir.TensorType(ONNX[dtype_of(node)])
+            results.append(out)
+        graph = ir.Graph(
+            self.inputs,
+            results,
+            nodes=self.nodes,
+            initializers=self.initializers,
+            opset_imports={"": OPSET, CONTRIB: 1},
+            name="step",
+        )
+        return ir.Model(graph, ir_version=IR_VERSION, producer_name="lightning_ort")
+
+    # -- writing nodes ----------------------------------------------------------------------------------------------
+
+    def op(self, op_type: str, *inputs: ir.Value | None, outputs: int = 1, domain: str = "", **attributes: Any) -> Any:
+        """Append one ONNX node; returns its value, or a tuple of values when ``outputs > 1``.
+
+        Its name starts with the name of the fx node being written, so that an error of ONNX Runtime can be traced
+        back to the operator and to the user's line.
+        """
+        trimmed = list(inputs)
+        while trimmed and trimmed[-1] is None:
+            trimmed.pop()
+        name = f"{self._scope}/{op_type}_{len(self.nodes)}"
+        node = ir.node(op_type, trimmed, attributes, domain=domain, num_outputs=outputs, name=name)
+        for i, value in enumerate(node.outputs):
+            value.name = f"{name}_{i}"
+        self.nodes.append(node)
+        return node.outputs[0] if outputs == 1 else tuple(node.outputs)
+
+    def value(self, node: fx.Node, index: int | None = None) -> ir.Value:
+        """ONNX value of ``node``, as it is; ``index`` picks one of several results."""
+        value = self._values[node]
+        if index is not None:
+            value = value[index]
+        if value is None:
+            raise NotLowered(f"result {index} of {node.target} is not available in ONNX")
+        return value
+
+    def operand(self, arg: Any, dtype: torch.dtype) -> ir.Value:
+        """``arg`` (fx node or Python number) as a tensor of ``dtype``; numbers become scalars."""
+        if not isinstance(arg, fx.Node):
+            return self.constant(arg, dtype)
+        value = self.value(arg)
+        if isinstance(arg.meta["val"], (torch.SymInt, int)) and not isinstance(arg.meta["val"], bool):
+            value = self.op("Squeeze", value)
+        return self.cast(value, dtype_of(arg), dtype)
+
+    def cast(self, value: ir.Value, source: torch.dtype, target: torch.dtype) -> ir.Value:
+        """``value`` converted from ``source`` to ``target``; nothing is written when they are equal."""
+        if source == target:
+            return value
+        return self.op("Cast", value, to=int(ONNX[target]))
+
+    def constant(self, data: Any, dtype: torch.dtype) -> ir.Value:
+        """A constant from a number or (nested) list; equal constants are written once."""
+        if dtype not in NUMPY:
+            raise NotLowered(f"no constants of {dtype}")
+        with np.errstate(over="ignore"):
+            array = np.asarray(data).astype(NUMPY[dtype])
+        key = (dtype, array.shape, array.tobytes())
+        if key not in self._constants:
+            self._constants[key] = self._initializer(array, f"const_{len(self._constants)}")
+        return self._constants[key]
+
+    def ints(self, data: Sequence[int]) -> ir.Value:
+        """A constant int64 vector."""
+        return self.constant(list(data) if len(data) else np.zeros(0, np.int64), torch.int64)
+
+    def dims(self, dims: Sequence[Dim]) -> ir.Value:
+        """An int64 vector of sizes, some of which may be symbolic."""
+        if all(isinstance(d, int) for d in dims):
+            return self.ints([int(d) for d in dims])  # type: ignore[arg-type]
+        pieces: list[ir.Value] = []
+        run: list[int] = []
+        for d in dims:
+            if isinstance(d, fx.Node):
+                if run:
+                    pieces.append(self.ints(run))
+                    run = []
+                pieces.append(self.value(d))
+            else:
+                run.append(int(d))
+        if run:
+            pieces.append(self.ints(run))
+        return pieces[0] if len(pieces) == 1 else self.op("Concat", *pieces, axis=0)
+
+    def shape(self, node: fx.Node, value: ir.Value | None = None) -> ir.Value:
+        """Shape of the tensor of ``node`` (read from ``value`` when given) as an int64 vector."""
+        val = shape_of(node)
+        if all(isinstance(d, int) for d in val):
+            return self.ints(list(val))
+        return self.op("Shape", self.value(node) if value is None else value)
+
+    def reshape(self, value: ir.Value, dims: Sequence[Dim]) -> ir.Value:
+        """``value`` reshaped; one symbolic size is written as -1 so that the target is a constant."""
+        symbolic = [i for i, d in enumerate(dims) if isinstance(d, fx.Node)]
+        if len(symbolic) == 1 and all(d != 0 for d in dims if isinstance(d, int)):
+            return self.op("Reshape", value, self.ints([-1 if isinstance(d, fx.Node) else d for d in dims]))
+        return self.op("Reshape", value, self.dims(dims), allowzero=1)
+
+    def _initializer(self, array: np.ndarray, name: str) -> ir.Value:
+        value = ir.Value(
+            name=name,
+            type=ir.TensorType(ir.DataType.from_numpy(array.dtype)),
+            shape=ir.Shape(array.shape),
+            const_value=ir.Tensor(array, name=name),
+        )
+        self.initializers.append(value)
+        return value

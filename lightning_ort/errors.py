@@ -1,0 +1,21 @@
+"""Exceptions raised by lightning_ort."""
+
+from __future__ import annotations
+
+__all__ = ["CompilationError", "MismatchError", "ProviderError", "UnsupportedError"]
+
+
+class CompilationError(RuntimeError):
+    """A step could not be turned into an ONNX graph that ONNX Runtime accepts."""
+
+
+class UnsupportedError(CompilationError):
+    """ONNX Runtime cannot run a part of a step and ``on_unsupported="error"`` forbids running it in torch."""
+
+
+class MismatchError(CompilationError):
+    """The first run of a compiled graph gave other numbers than torch; nothing was applied."""
+
+
+class ProviderError(ValueError):
+    """A requested execution provider is missing from this ONNX Runtime, or the session did not get it."""
