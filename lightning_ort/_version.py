@@ -1,0 +1,3 @@
+"""The version of lightning_ort."""
+
+__version__ = "0.1.0"
