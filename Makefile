@@ -1,0 +1,70 @@
+# The two environments hold the last training build of ONNX Runtime and the current stock one.
+#
+# PYTHON       the Python 3.10 or later that creates them
+# TORCH_INDEX  pip options for PyTorch alone. Empty, pip takes PyTorch from its configured indexes; on Linux PyPI's
+#              wheel is a CUDA build of several gigabytes, the CPU build comes from
+#              TORCH_INDEX="--extra-index-url https://download.pytorch.org/whl/cpu"
+# PYTEST       options for pytest in `make test`
+# BENCH        options for the benchmarks in `make bench`
+PYTHON ?= python3
+TORCH_INDEX ?=
+PYTEST ?=
+BENCH ?=
+
+CPU := .venv-cpu
+STOCK := .venv-stock
+STAMP := .lightning_ort-installed
+PIP_OPTIONS := -qq --disable-pip-version-check --no-input
+
+.PHONY: help demo test lint format bench environments clean clean-environments
+.DEFAULT_GOAL := help
+# make would take a half-made environment for a finished one
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo    set up $(CPU) and train a digit classifier in ONNX Runtime"
+	@echo "make test    set up both environments, check format, lint and types, run the tests in both"
+	@echo "make lint    check format, lint and types"
+	@echo "make format  format the code and mend what lint can mend"
+	@echo "make bench   run the benchmarks in $(STOCK)"
+	@echo "make clean   remove caches; make clean-environments removes both environments"
+
+demo: $(CPU)/$(STAMP)
+	@$(CPU)/bin/python examples/digits.py
+
+test: lint $(CPU)/$(STAMP)
+	$(STOCK)/bin/python -m pytest $(PYTEST)
+	$(CPU)/bin/python -m pytest $(PYTEST)
+
+lint: $(STOCK)/$(STAMP)
+	$(STOCK)/bin/ruff format --check .
+	$(STOCK)/bin/ruff check .
+	$(STOCK)/bin/mypy
+
+format: $(STOCK)/$(STAMP)
+	$(STOCK)/bin/ruff check --fix-only .
+	$(STOCK)/bin/ruff format .
+
+bench: $(STOCK)/$(STAMP)
+	$(STOCK)/bin/python -m benchmarks $(BENCH)
+
+environments: $(CPU)/$(STAMP) $(STOCK)/$(STAMP)
+
+.venv-%/$(STAMP): requirements/%.txt requirements/common.txt requirements/torch.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "$(PYTHON) is too old: Python 3.10 or later is needed. Name another: make PYTHON=python3.11 ..."; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || \
+		{ echo "$(PYTHON) cannot create environments; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	@echo "Installing the packages of requirements/$*.txt into .venv-$*: a few minutes, once"
+	@$(PYTHON) -m venv .venv-$*
+	@.venv-$*/bin/python -m pip install $(PIP_OPTIONS) $(TORCH_INDEX) -r requirements/torch.txt
+	@.venv-$*/bin/python -m pip install $(PIP_OPTIONS) -r requirements/$*.txt
+	@.venv-$*/bin/python -m pip install $(PIP_OPTIONS) --no-deps -e .
+	@touch $@
+
+clean:
+	rm -rf .mypy_cache .pytest_cache .ruff_cache build dist lightning_logs checkpoints
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+clean-environments:
+	rm -rf $(CPU) $(STOCK)
