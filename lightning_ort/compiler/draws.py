@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,15 @@ from torch import fx
 __all__ = ["DRAWS", "layout_of"]
 
 aten = torch.ops.aten
+
+Draw = Callable[..., torch.Tensor]
+
+DRAWS: dict[Any, Draw] = {}
+"""Overload to ``draw(shape, stride, dtype, device, *args, **kwargs)``, the same numbers that eager would draw.
+
+Shape, strides and dtype are those of :func:`layout_of`; ``args`` and ``kwargs`` are the node's own with symbolic
+numbers resolved, tensors among them are not read and may be anything.
+"""
 
 _IN_PLACE = {
     aten.bernoulli.p: "bernoulli_",
@@ -24,78 +33,49 @@ _IN_PLACE = {
     aten.random.to: "random_",
     getattr(aten.random, "from"): "random_",
 }
-"""Overloads that are the functional form of an in-place draw into their first argument."""
+"""Functional forms of draws into the first argument."""
 
 
 def layout_of(node: fx.Node) -> torch.Tensor:
-    """Fake tensor whose shape, strides and dtype the buffer of the draw ``node`` must have to equal eager's draw.
+    """Fake tensor with the shape, strides and dtype of the memory into which eager draws for ``node``.
 
-    An in-place draw fills its argument along its strides, but the functional ``bernoulli.p`` declares a contiguous
-    result, so the argument tells the layout.
+    The order of the numbers follows the strides. An in-place draw has those of its argument; its functional form may
+    declare others (``bernoulli.p``: contiguous).
     """
     source = node.args[0] if node.target in _IN_PLACE else node
     assert isinstance(source, fx.Node)
     return source.meta["val"]
 
 
-def _in_place(name: str) -> Callable[..., torch.Tensor]:
+def _draw(fill: Callable[..., torch.Tensor]) -> Draw:
+    def draw(
+        shape: Sequence[int],
+        stride: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        return fill(torch.empty_strided(shape, stride, dtype=dtype, device=device), *args)
+
+    return draw
+
+
+def _in_place(name: str) -> Draw:
     method = getattr(torch.Tensor, name)
-
-    def fill(out: torch.Tensor, like: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return method(out, *args, **kwargs)
-
-    return fill
+    return _draw(lambda out, like, *args: method(out, *args))
 
 
-def _uniform(out: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return out.uniform_()
-
-
-def _standard_normal(out: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return out.normal_()
-
-
-def _normal(out: torch.Tensor, mean: float, std: float, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return out.normal_(mean, std)
-
-
-def _integers_below(out: torch.Tensor, high: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return out.random_(0, high)
-
-
-def _integers_between(out: torch.Tensor, low: int, high: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return out.random_(low, high)
-
-
-def _integers_below_like(out: torch.Tensor, like: Any, high: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return out.random_(0, high)
-
-
-def _integers_between_like(
-    out: torch.Tensor, like: Any, low: int, high: int, *args: Any, **kwargs: Any
-) -> torch.Tensor:
-    return out.random_(low, high)
-
-
-def _permutation(out: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return torch.randperm(out.shape[0], out=out)
-
-
-DRAWS: dict[Any, Callable[..., torch.Tensor]] = {
-    **{overload: _in_place(name) for overload, name in _IN_PLACE.items()},
-    aten.rand.default: _uniform,
-    aten.rand_like.default: _uniform,
-    aten.randn.default: _standard_normal,
-    aten.randn_like.default: _standard_normal,
-    aten.normal.float_float: _normal,
-    aten.randint.default: _integers_below,
-    aten.randint.low: _integers_between,
-    aten.randint_like.default: _integers_below_like,
-    aten.randint_like.low_dtype: _integers_between_like,
-    aten.randperm.default: _permutation,
-}
-"""Overload to ``draw(out, *args, **kwargs)``, which fills ``out`` from torch's generator exactly as eager does.
-
-``out`` has the layout of :func:`layout_of`; ``args`` and ``kwargs`` are the node's own with symbolic numbers resolved;
-tensors among them are ignored and may be ``None``.
-"""
+DRAWS.update({overload: _in_place(name) for overload, name in _IN_PLACE.items()})
+DRAWS.update({
+    aten.rand.default: _draw(lambda out, *args: out.uniform_()),
+    aten.rand_like.default: _draw(lambda out, *args: out.uniform_()),
+    aten.randn.default: _draw(lambda out, *args: out.normal_()),
+    aten.randn_like.default: _draw(lambda out, *args: out.normal_()),
+    aten.normal.float_float: _draw(lambda out, mean, std, *args: out.normal_(mean, std)),
+    aten.randint.default: _draw(lambda out, high, *args: out.random_(0, high)),
+    aten.randint.low: _draw(lambda out, low, high, *args: out.random_(low, high)),
+    aten.randint_like.default: _draw(lambda out, like, high, *args: out.random_(0, high)),
+    aten.randint_like.low_dtype: _draw(lambda out, like, low, high, *args: out.random_(low, high)),
+    aten.randperm.default: _draw(lambda out, *args: torch.randperm(out.shape[0], out=out)),
+})  # fmt: skip

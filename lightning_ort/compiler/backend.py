@@ -1,0 +1,107 @@
+"""The ``torch.compile`` backend: Dynamo's graphs go to ONNX Runtime, what cannot runs in torch and is reported."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from lightning_ort.compiler.executable import Executable
+from lightning_ort.compiler.plan import Fallback, source_line
+from lightning_ort.compiler.region import Region
+from lightning_ort.compiler.trace import Untraceable
+from lightning_ort.environment import require_onnxruntime
+from lightning_ort.errors import UnsupportedError
+from lightning_ort.runtime.providers import choose_providers
+from lightning_ort.runtime.session import RuntimeConfig
+
+__all__ = ["ORTBackend", "backend"]
+
+OnUnsupported = Literal["torch", "error"]
+
+
+@dataclasses.dataclass
+class ORTBackend:
+    """A backend for ``torch.compile(step, backend=ORTBackend(...))``.
+
+    Attributes:
+        config: execution providers and session options.
+        on_unsupported: ``"torch"`` runs in torch what ONNX Runtime cannot, ``"error"`` raises
+            :class:`~lightning_ort.errors.UnsupportedError` instead, when the step is called.
+        verify: check the first run of each graph against torch.
+        on_graph: called with each executable graph after it was compiled.
+        on_fallback: called with the operators of one region that run in torch.
+    """
+
+    config: RuntimeConfig = dataclasses.field(default_factory=RuntimeConfig)
+    on_unsupported: OnUnsupported = "torch"
+    verify: bool = True
+    on_graph: Callable[[Executable], None] = lambda executable: None
+    on_fallback: Callable[[Sequence[Fallback]], None] = lambda fallbacks: None
+
+    def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        require_onnxruntime()
+        if not any(n.op.startswith("call") for n in graph.graph.nodes):
+            return graph.forward
+        try:
+            device = _device(graph, example_inputs)
+            choose_providers(device, self.config.providers, self.config.provider_options)
+            return Region(
+                graph, example_inputs, self.config, device, verify=self.verify, on_compiled=self._compiled
+            )
+        except Untraceable as reason:
+            lines = [source_line(n) for n in graph.graph.nodes if n.op == "call_function"]
+            fallback = Fallback("the whole region", str(reason), lines[-1] if lines else "")
+            try:
+                self._fallback([fallback])
+            except UnsupportedError as error:
+                return _raising(error)
+            return graph.forward
+        except Exception as error:
+            # Dynamo would wrap it in an exception of its own; raised at the call it keeps its type
+            return _raising(error)
+
+    def _compiled(self, executable: Executable) -> None:
+        if executable.fallbacks:
+            self._fallback(executable.fallbacks)
+        self.on_graph(executable)
+
+    def _fallback(self, fallbacks: Sequence[Fallback]) -> None:
+        if self.on_unsupported == "error":
+            listed = "\n".join(f"  {f.operator}: {f.reason}\n    {f.source}" for f in fallbacks)
+            raise UnsupportedError(
+                f"ONNX Runtime cannot run a part of this step, and on_unsupported='error' forbids torch:\n{listed}"
+            )
+        self.on_fallback(fallbacks)
+
+
+def _raising(error: Exception) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        raise error
+
+    return call
+
+
+def _device(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> torch.device:
+    devices = {x.device for x in example_inputs if isinstance(x, torch.Tensor)}
+    for node in graph.graph.nodes:
+        val = node.meta.get("example_value")
+        if isinstance(val, torch.Tensor):
+            devices.add(val.device)
+    if len(devices) > 1:
+        if any(d.type != "cpu" for d in devices):
+            raise Untraceable(f"tensors of one region are on several devices ({', '.join(sorted(map(str, devices)))})")
+    return devices.pop() if devices else torch.device("cpu")
+
+
+def backend(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+    """What ``torch.compile(step, backend="lightning_ort", options={...})`` calls.
+
+    Options: ``providers``, ``provider_options``, ``session_options``, ``on_unsupported``, ``verify``.
+    """
+    options = dict(kwargs.get("options") or {})
+    config = {k: options.pop(k) for k in ("providers", "provider_options", "session_options") if k in options}
+    return ORTBackend(RuntimeConfig(**config), **options)(graph, example_inputs)

@@ -1,0 +1,180 @@
+"""The first run of a compiled graph against the same computation in torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from lightning_ort.errors import MismatchError
+
+__all__ = ["Results", "compare", "evaluate", "forked_rng"]
+
+_TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+# An entry may be off by the tolerance times the largest entry of its own tensor plus this share of the largest entry
+# of its group: a gradient that is zero but for rounding has no scale of its own.
+_GROUP_SHARE = 1e-2
+# Predicted classes and other integers may differ where two candidates tie but for rounding.
+_TIES = 0.01
+
+
+@dataclasses.dataclass
+class Results:
+    """What one execution of a region gives: outputs by number, gradients and changed inputs by input number."""
+
+    outputs: dict[int, torch.Tensor]
+    gradients: dict[int, torch.Tensor]
+    updates: dict[int, torch.Tensor]
+
+
+class forked_rng:
+    """Start from the random state ``start`` (default: the present one) and restore the present state at the end."""
+
+    def __init__(self, device: torch.device, start: Sequence[torch.Tensor] | None = None) -> None:
+        self._device, self._start = device, start
+
+    @staticmethod
+    def state(device: torch.device) -> list[torch.Tensor]:
+        """The random state that torch's draws on ``device`` (and the CPU) go on from."""
+        states = [torch.get_rng_state()]
+        if device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(device))
+        return states
+
+    def restore(self, states: Sequence[torch.Tensor]) -> None:
+        """Make ``states`` the present ones."""
+        torch.set_rng_state(states[0])
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(states[1], self._device)
+
+    def __enter__(self) -> None:
+        self._present = self.state(self._device)
+        if self._start is not None:
+            self.restore(self._start)
+
+    def __exit__(self, *exc: object) -> None:
+        self.restore(self._present)
+
+
+def evaluate(
+    region: fx.GraphModule,
+    args: Sequence[Any],
+    incoming: Mapping[int, torch.Tensor | None],
+    wanted: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+) -> Results:
+    """Execute ``region`` in torch, without any effect on ``args``.
+
+    Args:
+        region: Dynamo's graph.
+        args: its inputs.
+        incoming: output number to incoming gradient; ``None`` stands for 1 (the loss).
+        wanted: input numbers whose gradients are taken.
+        dtype: compute in this type instead of the inputs' own floating-point types.
+    """
+    local: list[Any] = []
+    for i, x in enumerate(args):
+        if isinstance(x, torch.Tensor):
+            converted = x.detach().to(dtype) if dtype and x.is_floating_point() else x.detach()
+            x = converted.requires_grad_() if i in wanted and converted is not x else converted.clone()
+            if i in wanted:
+                x = x.detach().requires_grad_()
+        local.append(x)
+    before = [x._version if isinstance(x, torch.Tensor) else 0 for x in local]
+    with torch.set_grad_enabled(bool(incoming) or torch.is_grad_enabled()):
+        outputs = region(*local)
+    gradients: dict[int, torch.Tensor] = {}
+    if incoming:
+        roots = [outputs[i] for i in incoming]
+        seeds = [None if g is None else g.to(r.dtype) for g, r in zip(incoming.values(), roots, strict=True)]
+        leaves = [local[i] for i in wanted]
+        with torch.enable_grad():
+            found = torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
+        gradients = {i: g.detach() for i, g in zip(wanted, found, strict=True) if g is not None}
+    return Results(
+        {i: o.detach() for i, o in enumerate(outputs) if isinstance(o, torch.Tensor)},
+        gradients,
+        {
+            i: x.detach()
+            for i, (x, version) in enumerate(zip(local, before, strict=True))
+            if isinstance(x, torch.Tensor) and x._version != version
+        },
+    )
+
+
+def compare(got: Results, wanted: Results, names: Mapping[str, Mapping[int, str]], precise: Any) -> None:
+    """Raise unless ``got`` (ONNX Runtime) agrees with ``wanted`` (torch).
+
+    Args:
+        got: results to check; all that ``wanted`` has must be there.
+        wanted: results of :func:`evaluate`.
+        names: per kind (``outputs``, ``gradients``, ``updates``) the users' names of the numbers.
+        precise: function without arguments that gives the results in float64, called only if something differs:
+            where rounding alone makes torch as far from them as ONNX Runtime is, nothing is wrong.
+
+    Raises:
+        MismatchError: names the tensor and says by how much it is off.
+    """
+    exact: Results | None = None
+    for kind in ("outputs", "gradients", "updates"):
+        ours, theirs = getattr(got, kind), getattr(wanted, kind)
+        scale = max((_largest(t) for t in theirs.values() if t.is_floating_point()), default=0.0)
+        for number, reference in theirs.items():
+            name = names.get(kind, {}).get(number, f"{kind[:-1]} {number}")
+            if number not in ours:
+                if _largest(reference) == 0:
+                    continue
+                raise MismatchError(f"ONNX Runtime gives no {name}; torch does. {_ADVICE}")
+            problem = _difference(ours[number], reference, scale)
+            if problem is None:
+                continue
+            if exact is None:
+                exact = precise()
+            if exact is not None and number in getattr(exact, kind):
+                truth = getattr(exact, kind)[number]
+                if reference.is_floating_point() and _error(ours[number], truth) <= 10 * _error(reference, truth):
+                    continue
+            raise MismatchError(f"{name} differs between ONNX Runtime and torch: {problem}. {_ADVICE}")
+
+
+_ADVICE = (
+    "Nothing was updated. Please report it with the model; ORTStrategy(verify=False) would skip this check, and "
+    "Trainer(strategy='auto') trains in torch."
+)
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    if not tensor.numel():
+        return 0.0
+    finite = tensor[torch.isfinite(tensor)] if tensor.is_floating_point() else tensor
+    return float(finite.abs().max()) if finite.numel() and tensor.dtype != torch.bool else float(bool(finite.any()))
+
+
+def _error(tensor: torch.Tensor, truth: torch.Tensor) -> float:
+    difference = (tensor.double() - truth.double()).abs()
+    return float(difference.max()) if difference.numel() and not difference.isnan().any() else float("inf")
+
+
+def _difference(got: torch.Tensor, wanted: torch.Tensor, scale: float) -> str | None:
+    """How two tensors disagree, in words, or ``None``."""
+    if got.shape != wanted.shape or got.dtype != wanted.dtype:
+        return f"shape {tuple(got.shape)} {got.dtype} instead of {tuple(wanted.shape)} {wanted.dtype}"
+    if not wanted.numel():
+        return None
+    if not wanted.is_floating_point():
+        wrong = int((got != wanted).sum())
+        if wrong > max(1, _TIES * wanted.numel()):
+            return f"{wrong} of {wanted.numel()} entries"
+        return None
+    if not torch.equal(torch.isfinite(got), torch.isfinite(wanted)):
+        return f"{int((~torch.isfinite(got)).sum())} entries are not finite, in torch {int((~torch.isfinite(wanted)).sum())}"
+    finite = torch.isfinite(wanted)
+    off = float((got - wanted)[finite].abs().max()) if finite.any() else 0.0
+    largest = _largest(wanted)
+    if off > _TOLERANCE[wanted.dtype] * (largest + _GROUP_SHARE * scale) + torch.finfo(wanted.dtype).tiny:
+        return f"largest difference {off:.3g}, largest entry {largest:.3g}"
+    return None

@@ -1,0 +1,128 @@
+"""A traced graph compiled, with the layout of its results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from lightning_ort.compiler.plan import Fallback, Plan, is_number
+from lightning_ort.compiler.sizes import Sizes
+from lightning_ort.compiler.trace import Traced, Untraceable
+from lightning_ort.runtime.session import RuntimeConfig
+
+__all__ = ["Executable"]
+
+_ALIGNMENT = 16  # entries; gradients start on cache lines of their own
+
+
+class Executable:
+    """Runs a :class:`Traced` graph: draws its random numbers, allocates its results, executes its plan.
+
+    Args:
+        traced: the graph.
+        config: how sessions are made.
+        device: where all tensors live.
+        extra: further nodes to give out (values that a backward graph needs).
+
+    Raises:
+        Untraceable: a result's size depends on data.
+
+    Attributes:
+        has_draws: whether a run advances torch's random state.
+        outputs: per output of the region, its position among the results of :meth:`run`; ``None`` for a number.
+        extra: positions of the extra nodes.
+        updates: (input number, position) of the new values of changed inputs.
+        gradients: (input number, position) of the gradients that exist; a position that occurs again, or that is an
+            output as well, is marked by ``shared``.
+        shared: input numbers whose gradient must be copied before it is handed out.
+    """
+
+    def __init__(
+        self, traced: Traced, config: RuntimeConfig, device: torch.device, extra: Sequence[fx.Node] = ()
+    ) -> None:
+        inputs = [*traced.inputs, *traced.tangents.values(), *traced.draws]
+        tensors = [o for o in traced.outputs if isinstance(o, fx.Node) and not is_number(o)]
+        gradients = {i: g for i, g in traced.gradients.items() if isinstance(g, fx.Node)}
+        others = list(dict.fromkeys([*tensors, *extra, *traced.updates.values()]))
+        own = [g for g in dict.fromkeys(gradients.values()) if g not in others]
+        results = [*others, *own]
+        position = {n: i for i, n in enumerate(results)}
+        try:
+            sizes = Sizes(inputs)
+            self._allocate = _allocator(others, sizes, device)
+            self._allocate_gradients = _flat_allocator(own, device) or _allocator(own, sizes, device)
+            numbers = [o.meta["val"] if isinstance(o, fx.Node) and is_number(o) else o for o in traced.outputs]
+            self._numbers = sizes.evaluator([0 if isinstance(n, fx.Node) or n is None else n for n in numbers])
+            self.plan = Plan(traced.module, inputs, results, config, device)
+            self._draw = self.plan.drawer(traced.draws)
+        except KeyError as error:
+            raise Untraceable(f"a size depends on data ({error})") from error
+        self.has_draws = bool(traced.draws)
+        self.has_numbers = any(is_number(o) if isinstance(o, fx.Node) else o is not None for o in traced.outputs)
+        self.outputs = [position[o] if isinstance(o, fx.Node) and not is_number(o) else None for o in traced.outputs]
+        self.extra = [position[n] for n in extra]
+        self.updates = [(i, position[n]) for i, n in traced.updates.items()]
+        self.gradients = [(i, position[g]) for i, g in gradients.items()]
+        seen: set[int] = set(range(len(others)))
+        self.shared: set[int] = set()
+        for i, p in self.gradients:
+            if p in seen:
+                self.shared.add(i)
+            seen.add(p)
+
+    @property
+    def fallbacks(self) -> list[Fallback]:
+        """Operators that run in torch, and why."""
+        return self.plan.fallbacks
+
+    def run(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
+        """All results for the inputs (and tangents) of one run."""
+        draws = self._draw(inputs) if self.has_draws else ()
+        results = [*self._allocate(inputs), *self._allocate_gradients(inputs)]
+        self.plan.run([*inputs, *draws], results)
+        return results
+
+    def numbers(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Outputs that are Python numbers; 0 in the place of tensors."""
+        return self._numbers(inputs)
+
+
+Allocator = Callable[[Sequence[Any]], list[torch.Tensor]]
+
+
+def _allocator(nodes: Sequence[fx.Node], sizes: Sizes, device: torch.device) -> Allocator:
+    """Function from the inputs of a run to fresh contiguous tensors for ``nodes``."""
+    parts = [(sizes.evaluator(n.meta["val"].shape), n.meta["val"].dtype) for n in nodes]
+    empty = torch.empty
+
+    def allocate(inputs: Sequence[Any]) -> list[torch.Tensor]:
+        return [empty(size(inputs), dtype=dtype, device=device) for size, dtype in parts]
+
+    return allocate
+
+
+def _flat_allocator(nodes: Sequence[fx.Node], device: torch.device) -> Allocator | None:
+    """Like :func:`_allocator`, but all tensors are cut from one piece of memory, so that a run whose piece lies where
+    an earlier one lay need not bind them again; ``None`` when their sizes or types do not allow it."""
+    vals = [n.meta["val"] for n in nodes]
+    if len(vals) < 2 or len({v.dtype for v in vals}) > 1:
+        return None
+    if not all(isinstance(size, int) for v in vals for size in v.shape):
+        return None
+    parts, start = [], 0
+    for v in vals:
+        shape = tuple(v.shape)
+        strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+        parts.append((shape, strides, start))
+        start += -(-math.prod(shape) // _ALIGNMENT) * _ALIGNMENT
+    total, dtype, empty = start, vals[0].dtype, torch.empty
+
+    def allocate(inputs: Sequence[Any]) -> list[torch.Tensor]:
+        flat = empty(total, dtype=dtype, device=device)
+        return [flat.as_strided(shape, strides, offset) for shape, strides, offset in parts]
+
+    return allocate

@@ -1,0 +1,355 @@
+"""One compiled region of a step: what Dynamo calls instead of its own graph."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, tracing
+
+from lightning_ort.compiler.aliases import input_views, same_storage
+from lightning_ort.compiler.autograd import LossStep, PairStep
+from lightning_ort.compiler.checking import Results, compare, evaluate, forked_rng
+from lightning_ort.compiler.executable import Executable
+from lightning_ort.compiler.partition import split
+from lightning_ort.compiler.sizes import Sizes
+from lightning_ort.compiler.trace import Derivative, Traced, fake_inputs, trace
+from lightning_ort.errors import MismatchError
+from lightning_ort.runtime.session import RuntimeConfig
+
+__all__ = ["Pair", "Region"]
+
+
+@dataclasses.dataclass
+class Pair:
+    """Forward and backward as two graphs, for gradients that arrive at several outputs."""
+
+    forward: Executable
+    backward: Executable
+    kept: list[int | None]
+    """inputs of ``backward``: number of a region input, or ``None`` for the next of ``forward.extra``"""
+    verified: bool = False
+    general: bool = False
+    """gradients were seen at more than a scalar loss"""
+
+
+class Region:
+    """Executes Dynamo's graph in ONNX Runtime, with gradients.
+
+    Args:
+        graph: Dynamo's graph.
+        example_inputs: what Dynamo passed with it.
+        config: how sessions are made.
+        device: where all tensors live.
+        verify: check the first run of each graph against torch.
+        on_compiled: called with each :class:`Executable` after it was compiled.
+
+    Raises:
+        Untraceable: the graph has no functional form.
+    """
+
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        config: RuntimeConfig,
+        device: torch.device,
+        *,
+        verify: bool,
+        on_compiled: Callable[[Executable], None],
+    ) -> None:
+        self.graph, self.device = graph, device
+        self._config, self._verify, self._on_compiled = config, verify, on_compiled
+        self._fakes = fake_inputs(example_inputs)
+        self._context = TracingContext.get()
+        self._layout = _OutputLayout(graph)
+        self._names = _names(graph)
+        self.wanted = [i for i, x in enumerate(self._fakes) if isinstance(x, torch.Tensor) and x.requires_grad]
+        self._loss: Executable | None = None
+        self._pair: Pair | None = None
+        self._plain: Executable | None = None
+        self._verified: set[int] = set()
+        differentiable = self._layout.differentiable
+        if not (torch.is_grad_enabled() and self.wanted and differentiable):
+            self._plain = self._compile(Derivative.NONE, ())
+            self._layout.learn(self._plain)
+            return
+        scalars = [i for i in differentiable if self._layout.values[i].numel() == 1]
+        if len(scalars) == 1:
+            self.use_loss(scalars[0])
+        else:
+            self.use_pair()
+
+    # -- compilation ----------------------------------------------------------------------------------------------
+
+    def _compile(self, derivative: Derivative, differentiated: Sequence[int]) -> Executable:
+        with self._tracing():
+            executable = Executable(self._trace(derivative, differentiated), self._config, self.device)
+        self._on_compiled(executable)
+        return executable
+
+    def use_loss(self, output: int) -> None:
+        """From now on, compute the gradients of the scalar ``output`` together with the outputs."""
+        self.loss_output = output
+        self._loss = self._compile(Derivative.LOSS, [output])
+        self._layout.learn(self._loss)
+
+    def use_pair(self) -> None:
+        """From now on, compute gradients when they arrive, in a graph of their own."""
+        was_loss, self._loss = self._loss is not None, None
+        if self._pair is None:
+            with self._tracing():
+                partition = split(self._trace(Derivative.TANGENTS, self._layout.differentiable))
+                forward = Executable(partition.forward, self._config, self.device, partition.saved)
+                backward = Executable(partition.backward, self._config, self.device)
+            self._on_compiled(forward)
+            self._on_compiled(backward)
+            self._pair = Pair(forward, backward, partition.kept, verified=not self._verify)
+        self._pair.general |= was_loss
+        self._layout.learn(self._pair.forward)
+
+    def _trace(self, derivative: Derivative, differentiated: Sequence[int]) -> Traced:
+        traced = trace(self.graph, self._fakes, derivative, differentiated)
+        traced.outputs = [None if i in self._layout.views else o for i, o in enumerate(traced.outputs)]
+        self.has_draws = bool(traced.draws)
+        return traced
+
+    def learn_from(self, arrived: Mapping[int, torch.Tensor]) -> None:
+        """Gradients that arrive at a single scalar make it the loss of the runs to come."""
+        if self._loss is None and self._pair is not None and not self._pair.general:
+            (output, *more) = arrived
+            if not more and self._layout.values[output].numel() == 1:
+                self.use_loss(output)
+            else:
+                self._pair.general = True
+
+    @contextlib.contextmanager
+    def _tracing(self) -> Iterator[None]:
+        """Dynamo's context of this region, which is no longer the present one when a graph is compiled late."""
+        if TracingContext.try_get() is self._context:
+            yield
+        else:
+            with tracing(self._context), torch.inference_mode(False):
+                yield
+
+    # -- execution ------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any) -> list[Any]:
+        if self._plain is not None:
+            tensors = self._unique(self._execute(self._plain, args, {}))
+            return self._layout.arrange(self._plain, tensors, args)
+        differentiable = [args[i] for i in self.wanted]
+        if self._loss is not None:
+            executable = self._loss
+            tensors = LossStep.apply(self, args, *differentiable)
+        else:
+            assert self._pair is not None
+            executable = self._pair.forward
+            tensors = PairStep.apply(self, self._pair, args, *differentiable)
+        return self._layout.arrange(executable, tensors, args)
+
+    def _unique(self, results: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return results[: self._layout.n_unique]
+
+    def run_loss(self, args: Sequence[Any]) -> tuple[Sequence[torch.Tensor], list[torch.Tensor | None]]:
+        """Outputs, and the gradients of the loss by the inputs in :attr:`wanted`."""
+        assert self._loss is not None
+        executable = self._loss
+        results = self._execute(executable, args, {self.loss_output: None})
+        return self._unique(results), gradients_of(executable, results, self.wanted)
+
+    def run_forward(self, pair: Pair, args: Sequence[Any]) -> tuple[Sequence[torch.Tensor], list[Any]]:
+        """Outputs, and what the backward graph keeps."""
+        results = self._execute(pair.forward, args, {})
+        saved = iter([results[i] for i in pair.forward.extra])
+        return self._unique(results), [next(saved) if i is None else args[i] for i in pair.kept]
+
+    def run_backward(
+        self, pair: Pair, kept: Sequence[Any], incoming: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """Gradients by the inputs in :attr:`wanted`; ``incoming`` has one per differentiable output."""
+        results = pair.backward.run([*kept, *incoming])
+        return gradients_of(pair.backward, results, self.wanted)
+
+    def _execute(
+        self, executable: Executable, args: Sequence[Any], incoming: Mapping[int, Any]
+    ) -> list[torch.Tensor]:
+        if self._verify and id(executable) not in self._verified:
+            results = self._execute_verified(executable, args, incoming)
+            self._verified.add(id(executable))
+        else:
+            results = executable.run(args)
+        if executable.updates:
+            with torch.no_grad():
+                for i, position in executable.updates:
+                    args[i].copy_(results[position])
+        return results
+
+    # -- checks and recomputation ---------------------------------------------------------------------------------
+
+    def _execute_verified(
+        self, executable: Executable, args: Sequence[Any], incoming: Mapping[int, Any]
+    ) -> list[torch.Tensor]:
+        start = forked_rng.state(self.device)
+        with forked_rng(self.device):
+            reference = evaluate(self.graph, args, incoming, self.wanted)
+            end = forked_rng.state(self.device)
+        results = executable.run(args)
+        try:
+            if not all(torch.equal(a, b) for a, b in zip(end, forked_rng.state(self.device), strict=True)):
+                raise MismatchError("the step draws other random numbers in ONNX Runtime than in torch")
+            reference.outputs = {i: o for i, o in reference.outputs.items() if executable.outputs[i] is not None}
+            got = Results(
+                {i: results[p] for i, p in enumerate(executable.outputs) if p is not None},
+                {i: results[p] for i, p in executable.gradients},
+                {i: results[p] for i, p in executable.updates},
+            )
+            compare(got, reference, self._names, lambda: self._precise(args, incoming, start))
+        except MismatchError:
+            forked_rng(self.device).restore(start)
+            raise
+        return results
+
+    def _precise(self, args: Sequence[Any], incoming: Mapping[int, Any], start: Sequence[torch.Tensor]) -> Results | None:
+        """The same in float64, or ``None`` where the graph does not allow that."""
+        with forked_rng(self.device, start):
+            try:
+                return evaluate(self.graph, args, incoming, self.wanted, dtype=torch.float64)
+            except (RuntimeError, TypeError, ValueError):
+                return None
+
+    def check_backward(
+        self, args: Sequence[Any], start: Any, incoming: Mapping[int, torch.Tensor], got: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Compare the first gradients of a backward graph with torch's."""
+        with forked_rng(self.device, start):
+            reference = evaluate(self.graph, args, incoming, self.wanted)
+        found = {i: g for i, g in zip(self.wanted, got, strict=True) if g is not None}
+        compare(
+            Results({}, found, {}),
+            Results({}, reference.gradients, {}),
+            self._names,
+            lambda: self._precise(args, incoming, start),
+        )
+
+    def recompute(
+        self, args: Sequence[Any], start: Any, incoming: Mapping[int, torch.Tensor], *, create_graph: bool
+    ) -> list[torch.Tensor | None]:
+        """Gradients by torch, from the inputs of a run and its random state."""
+        local = list(args)
+        for i, x in enumerate(local):
+            if isinstance(x, torch.Tensor) and not (create_graph and i in self.wanted):
+                local[i] = x.detach().requires_grad_() if i in self.wanted else x.detach().clone()
+        with forked_rng(self.device, start), torch.enable_grad():
+            outputs = self.graph(*local)
+            return list(
+                torch.autograd.grad(
+                    [outputs[i] for i in incoming],
+                    [local[i] for i in self.wanted],
+                    list(incoming.values()),
+                    create_graph=create_graph,
+                    allow_unused=True,
+                )
+            )
+
+    @property
+    def outputs_by_position(self) -> dict[int, int]:
+        """Position among the tensors of a run to the number of the differentiable output it is."""
+        return self._layout.differentiable_positions
+
+    @property
+    def not_differentiable(self) -> list[int]:
+        """Positions among the tensors of a run that have no gradient."""
+        return self._layout.not_differentiable
+
+
+def gradients_of(
+    executable: Executable, results: Sequence[torch.Tensor], wanted: Sequence[int]
+) -> list[torch.Tensor | None]:
+    """Gradients in the order of ``wanted``, each in memory of its own."""
+    found = {i: results[p].clone() if i in executable.shared else results[p] for i, p in executable.gradients}
+    return [found.get(i) for i in wanted]
+
+
+class _OutputLayout:
+    """How the outputs that Dynamo expects are made from the tensors of a run."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        results = graph.graph.output_node().args[0]
+        self.values = [r.meta.get("example_value") if isinstance(r, fx.Node) else r for r in results]  # type: ignore[union-attr]
+        placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+        for node in placeholders:
+            node.meta.setdefault("val", node.meta.get("example_value"))
+        self.views = input_views(graph, Sizes(placeholders))
+        self.differentiable = [
+            i
+            for i, v in enumerate(self.values)
+            if isinstance(v, torch.Tensor) and v.requires_grad and i not in self.views
+        ]
+
+    def learn(self, executable: Executable) -> None:
+        """Take over the positions of ``executable``; they are the same for every graph of a region."""
+        positions = [None if i in self.views else p for i, p in enumerate(executable.outputs)]
+        self.n_unique = 1 + max((p for p in executable.outputs if p is not None), default=-1)
+        self.differentiable_positions = {positions[i]: i for i in self.differentiable if positions[i] is not None}
+        self.not_differentiable = [p for p in range(self.n_unique) if p not in self.differentiable_positions]
+        first: dict[int, int] = {}
+        self._parts: list[Any] = []
+        for i, position in enumerate(positions):
+            if i in self.views:
+                self._parts.append(self.views[i])
+            elif position is None:
+                self._parts.append(None)
+            elif position not in first:
+                first[position] = i
+                self._parts.append((position, None if i in self.differentiable or position in self.not_differentiable else torch.Tensor.detach))
+            elif same_storage(self.values[i], self.values[first[position]]):
+                self._parts.append((position, _alias if i in self.differentiable else torch.Tensor.detach))
+            else:
+                self._parts.append((position, torch.clone if i in self.differentiable else _detached_copy))
+        self._simple = [p[0] for p in self._parts if isinstance(p, tuple) and p[1] is None]
+        if len(self._simple) != len(self._parts):
+            self._simple = None  # type: ignore[assignment]
+
+    def arrange(self, executable: Executable, tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> list[Any]:
+        """Outputs in Dynamo's order."""
+        if self._simple is not None:
+            return [tensors[i] for i in self._simple]
+        numbers = executable.numbers(args) if executable.has_numbers else ()
+        outputs: list[Any] = []
+        for i, part in enumerate(self._parts):
+            if part is None:
+                outputs.append(numbers[i] if numbers else None)
+            elif isinstance(part, tuple):
+                position, change = part
+                outputs.append(tensors[position] if change is None else change(tensors[position]))
+            else:
+                outputs.append(part(args))
+        return outputs
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view_as(tensor)
+
+
+def _detached_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
+
+
+def _names(graph: fx.GraphModule) -> dict[str, dict[int, str]]:
+    """Users' names of inputs (as gradients and as changed tensors) and outputs."""
+    inputs = {}
+    for i, node in enumerate(n for n in graph.graph.nodes if n.op == "placeholder"):
+        source = getattr(node, "_dynamo_source", None)
+        name = source.name if source is not None else node.name
+        inputs[i] = str(name() if callable(name) else name)
+    results = graph.graph.output_node().args[0]
+    return {
+        "gradients": {i: f"the gradient of {n}" for i, n in inputs.items()},
+        "updates": {i: f"the new value of {n}" for i, n in inputs.items()},
+        "outputs": {i: f"output {i} ({getattr(r, 'name', r)})" for i, r in enumerate(results)},  # type: ignore[arg-type]
+    }

@@ -1,0 +1,93 @@
+"""Symbolic sizes computed from the inputs of a run."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+__all__ = ["Sizes"]
+
+Number = Any  # int, float or their symbolic counterparts
+
+# names of torch's own sympy functions, which sympy prints as plain calls
+_FUNCTIONS: dict[str, Any] = {
+    "FloorDiv": operator.floordiv,
+    "CleanDiv": operator.floordiv,
+    "CeilDiv": lambda a, b: -(-a // b),
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+    "ModularIndexing": lambda a, b, c: a // b % c,
+    "IntTrueDiv": operator.truediv,
+    "FloatTrueDiv": operator.truediv,
+    "ToFloat": float,
+    "TruncToInt": math.trunc,
+    "FloorToInt": math.floor,
+    "CeilToInt": math.ceil,
+    "RoundToInt": round,
+    "IntPow": operator.pow,
+    "FloatPow": operator.pow,
+    "PowByNatural": operator.pow,
+    "Max": max,
+    "Min": min,
+    "Where": lambda c, a, b: a if c else b,
+}
+
+
+class Sizes:
+    """Knows where each symbol of a graph is found among its inputs, and evaluates expressions of them.
+
+    Args:
+        inputs: placeholders of the graph, in the order in which values are passed to :meth:`evaluator`'s results.
+    """
+
+    def __init__(self, inputs: Sequence[fx.Node]) -> None:
+        self._sources: dict[sympy.Symbol, tuple[int, int | None]] = {}
+        for i, node in enumerate(inputs):
+            val = node.meta["val"]
+            if isinstance(val, (torch.SymInt, torch.SymFloat)):
+                self._learn(val, i, None)
+        for i, node in enumerate(inputs):
+            val = node.meta["val"]
+            if isinstance(val, torch.Tensor):
+                for d, size in enumerate(val.shape):
+                    self._learn(size, i, d)
+
+    def _learn(self, number: Number, index: int, dim: int | None) -> None:
+        expression = _expression(number)
+        if isinstance(expression, sympy.Symbol):
+            self._sources.setdefault(expression, (index, dim))
+
+    def evaluator(self, numbers: Sequence[Number]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+        """A function from the inputs of a run to the values of ``numbers``.
+
+        Raises:
+            KeyError: a number depends on a symbol that no input shows (a size that depends on data).
+        """
+        expressions = [_expression(n) for n in numbers]
+        if all(not isinstance(e, sympy.Basic) for e in expressions):
+            constant = tuple(expressions)
+            return lambda inputs: constant
+        symbols = sorted({s for e in expressions if isinstance(e, sympy.Basic) for s in e.free_symbols}, key=str)
+        sources = [self._sources[s] for s in symbols]
+        function = sympy.lambdify(symbols, expressions, modules=[_FUNCTIONS, "math"])
+
+        def evaluate(inputs: Sequence[Any]) -> tuple[Any, ...]:
+            return tuple(function(*[inputs[i] if d is None else inputs[i].shape[d] for i, d in sources]))
+
+        return evaluate
+
+
+def _expression(number: Number) -> Any:
+    """The sympy expression behind a symbolic number, or the plain number when it has no symbols."""
+    if isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        expression = number.node.expr
+        if expression.free_symbols:
+            return expression
+        return int(number) if isinstance(number, torch.SymInt) else float(number)
+    return number

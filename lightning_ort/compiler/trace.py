@@ -1,0 +1,243 @@
+"""A Dynamo graph with its gradients, as one functional graph of ATen calls."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.fx.traceback
+from torch import fx
+
+# Dynamo's own front-end pieces have no public form; this module is the only place that touches them.
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import TracingContext
+from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from lightning_ort.compiler import decompositions
+from lightning_ort.compiler.draws import DRAWS, layout_of
+
+__all__ = ["Derivative", "Traced", "Untraceable", "fake_inputs", "trace"]
+
+
+class Untraceable(Exception):
+    """The region cannot be written as one functional graph; the message is the reason shown to users."""
+
+
+class Derivative(enum.Enum):
+    """Which gradients a traced graph computes."""
+
+    NONE = "none"
+    LOSS = "loss"
+    """of one scalar output; the gradient of the loss by itself is 1"""
+    TANGENTS = "tangents"
+    """of several outputs, whose incoming gradients are further inputs"""
+
+
+@dataclasses.dataclass
+class Traced:
+    """A functional ATen graph and what its placeholders and results mean.
+
+    Every entry of ``outputs``, ``gradients`` and ``updates`` is an fx node of ``graph`` (or a Python number, or
+    ``None``).
+    """
+
+    module: fx.GraphModule
+    inputs: list[fx.Node]
+    """one per input of the region, in its order"""
+    tangents: dict[int, fx.Node]
+    """output number to the placeholder of its incoming gradient"""
+    draws: list[fx.Node]
+    """placeholders to be filled with random numbers, in the order in which torch would draw them"""
+    outputs: list[Any]
+    gradients: dict[int, fx.Node | None]
+    """input number to its gradient, or ``None`` when the outputs do not depend on it"""
+    updates: dict[int, fx.Node]
+    """input number to the value which the region leaves in that tensor"""
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+
+def fake_inputs(example_inputs: Sequence[Any]) -> list[Any]:
+    """Fake tensors, with symbolic sizes where Dynamo chose them, for the inputs it passed to a backend."""
+    context = TracingContext.get()
+    mode = context.fake_mode
+    assert mode is not None
+    fakes = []
+    for x in example_inputs:
+        if isinstance(x, torch.Tensor):
+            symbolic = context.tensor_to_context.get(x)
+            source = getattr(symbolic, "tensor_source", None)
+            x = mode.from_tensor(x, symbolic_context=symbolic, source=source)
+        fakes.append(x)
+    return fakes
+
+
+def trace(
+    region: fx.GraphModule,
+    fakes: Sequence[Any],
+    derivative: Derivative = Derivative.NONE,
+    differentiated: Sequence[int] = (),
+) -> Traced:
+    """Trace ``region`` and the gradients of the outputs numbered ``differentiated`` by all inputs that want one.
+
+    Args:
+        region: Dynamo's graph.
+        fakes: its inputs, from :func:`fake_inputs`.
+        derivative: ``LOSS`` takes the single output in ``differentiated`` as a scalar loss.
+        differentiated: output numbers.
+
+    Raises:
+        Untraceable: a reason why this region is not a functional graph.
+    """
+    wanted = [i for i, x in enumerate(fakes) if isinstance(x, torch.Tensor) and x.requires_grad]
+    if derivative is Derivative.NONE:
+        wanted = []
+    tangent_fakes = _tangents(region, differentiated) if derivative is Derivative.TANGENTS else []
+
+    def joint(inputs: list[Any], tangents: list[torch.Tensor]) -> Any:
+        local: list[Any] = []
+        for i, x in enumerate(inputs):
+            if not isinstance(x, torch.Tensor):
+                local.append(x)
+            elif i in wanted:
+                local.append(x.detach().requires_grad_())
+            else:
+                local.append(x.detach().clone())
+        leaves = [local[i] for i in wanted]
+        versions = [leaf._version for leaf in leaves]
+        outputs = fx.Interpreter(region).run(*local)
+        if [leaf._version for leaf in leaves] != versions:
+            raise Untraceable("a tensor that requires a gradient is changed in place")
+        gradients: Sequence[Any] = ()
+        if wanted:
+            roots = [outputs[i] for i in differentiated]
+            gradients = torch.autograd.grad(roots, leaves, tangents or None, allow_unused=True)
+        left = [x if i not in wanted else None for i, x in enumerate(local)]
+        flat = [*outputs, *gradients, *left]
+        return [x.detach() if isinstance(x, torch.Tensor) else x for x in flat]
+
+    module = _functional_graph(joint, list(fakes), tangent_fakes, grad=derivative is not Derivative.NONE)
+    return _signature(module, fakes, wanted, differentiated if tangent_fakes else ())
+
+
+def _functional_graph(joint: Any, fakes: list[Any], tangents: list[Any], *, grad: bool) -> fx.GraphModule:
+    mode = TracingContext.get().fake_mode
+    assert mode is not None
+    plain = [x.detach() if isinstance(x, torch.Tensor) else x for x in fakes]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mode)
+        stack.enter_context(enable_python_dispatcher())
+        stack.enter_context(_plain_kernels())
+        stack.enter_context(fx.traceback.preserve_node_meta())
+        stack.enter_context(torch.set_grad_enabled(grad))
+        try:
+            module = make_fx(
+                dispatch_functionalize(joint, FunctionalTensorMode()),
+                decomposition_table=decompositions.table(),
+                tracing_mode="real",
+                _allow_non_fake_inputs=True,
+            )(plain, tangents)
+        except Untraceable:
+            raise
+        except Exception as error:
+            raise Untraceable(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}") from error
+    # make_fx keeps the nested signature in its code generator; the graph is used flat from here on
+    module.graph.set_codegen(fx.graph.CodeGen())
+    return module
+
+
+@contextlib.contextmanager
+def _plain_kernels() -> Iterator[None]:
+    """Keep torch from choosing fused kernels that have no decomposition (attention, oneDNN, transformer fast path)."""
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with warnings.catch_warnings(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            warnings.simplefilter("ignore")  # setting the oneDNN flags warns of Intel GPUs
+            with torch.backends.mkldnn.flags(enabled=False):
+                yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+def _tangents(region: fx.GraphModule, outputs: Sequence[int]) -> list[torch.Tensor]:
+    """Fake incoming gradients for the outputs of those numbers, contiguous as ONNX Runtime reads them."""
+    mode = TracingContext.get().fake_mode
+    assert mode is not None
+    results = region.graph.output_node().args[0]
+    tangents = []
+    with mode:
+        for i in outputs:
+            like = results[i].meta["example_value"]  # type: ignore[index,union-attr]
+            tangents.append(torch.empty(like.shape, dtype=like.dtype, device=like.device))
+    return tangents
+
+
+def _signature(
+    module: fx.GraphModule, fakes: Sequence[Any], wanted: Sequence[int], differentiated: Sequence[int]
+) -> Traced:
+    graph = module.graph
+    _forget_aliases(graph)
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    inputs, tangents = placeholders[: len(fakes)], placeholders[len(fakes) :]
+    flat: Any = graph.output_node().args[0]
+    start = len(flat) - len(fakes) - len(wanted)
+    outputs, gradients, left = flat[:start], flat[start : start + len(wanted)], flat[start + len(wanted) :]
+    draws = _draws_as_inputs(graph)
+    updates = {
+        i: value
+        for i, (placeholder, value) in enumerate(zip(inputs, left, strict=True))
+        if isinstance(value, fx.Node) and value is not placeholder and isinstance(fakes[i], torch.Tensor)
+    }
+    graph.output_node().args = ((list(outputs), list(gradients), list(updates.values())),)
+    graph.eliminate_dead_code()
+    return Traced(
+        module=module,
+        inputs=inputs,
+        tangents=dict(zip(differentiated, tangents, strict=True)),
+        draws=draws,
+        outputs=list(outputs),
+        gradients=dict(zip(wanted, gradients, strict=True)),
+        updates=updates,
+    )
+
+
+def _forget_aliases(graph: fx.Graph) -> None:
+    """Replace copies and aliases by what they copy: in a functional graph they are the same value."""
+    aten = torch.ops.aten
+    copies = {aten.alias.default, aten.clone.default, aten.detach.default, aten.lift_fresh_copy.default}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in copies:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def _draws_as_inputs(graph: fx.Graph) -> list[fx.Node]:
+    """Turn each random call into a placeholder that keeps the call in ``meta["draw"]``."""
+    draws: list[fx.Node] = []
+    last = [n for n in graph.nodes if n.op == "placeholder"][-1] if graph.nodes else None
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        if torch.Tag.nondeterministic_seeded not in node.target.tags:
+            continue
+        if node.target not in DRAWS:
+            raise Untraceable(f"random operator {node.target} cannot be drawn ahead of the step")
+        assert last is not None
+        with graph.inserting_after(last):
+            placeholder = graph.placeholder(f"draw_{len(draws)}")
+        placeholder.meta["val"] = node.meta["val"]
+        placeholder.meta["draw"] = (node.target, layout_of(node), node.args, node.kwargs)
+        node.replace_all_uses_with(placeholder)
+        graph.erase_node(node)
+        draws.append(placeholder)
+        last = placeholder
+    return draws

@@ -1,0 +1,73 @@
+"""Which execution providers a session shall have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import onnxruntime
+import torch
+
+from lightning_ort.errors import ProviderError
+
+__all__ = ["choose_providers"]
+
+_FOR_DEVICE = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+
+
+def choose_providers(
+    device: torch.device,
+    providers: Sequence[str] | None = None,
+    provider_options: Sequence[Mapping[str, Any]] | Mapping[str, Mapping[str, Any]] | None = None,
+) -> list[tuple[str, dict[str, str]]]:
+    """Providers with their options, in order of preference, for tensors that live on ``device``.
+
+    Args:
+        device: where parameters and batches are.
+        providers: names as ONNX Runtime spells them; by default the one that belongs to the device.
+        provider_options: one mapping per provider, in the same order, or a mapping from provider name.
+
+    Raises:
+        ProviderError: this ONNX Runtime lacks one of them, there is none for the device, or the options do not match.
+    """
+    available = onnxruntime.get_available_providers()
+    if device.type not in _FOR_DEVICE:
+        raise ProviderError(
+            f"ONNX Runtime cannot reach tensors on device {str(device)!r}. Use accelerator='cpu' or 'cuda'."
+        )
+    native = _FOR_DEVICE[device.type]
+    names = [native] if providers is None else list(providers)
+    if not names:
+        raise ProviderError("providers=[] names no execution provider. Leave it out, or name at least one.")
+    missing = [n for n in names if n not in available]
+    if missing:
+        raise ProviderError(
+            f"providers={names!r}: this ONNX Runtime ({onnxruntime.__version__}) has no {', '.join(missing)}. "
+            f"It has {', '.join(available)}. Choose among these or install the build that has it."
+        )
+    if device.type == "cuda" and native not in names:
+        raise ProviderError(f"providers={names!r} cannot reach tensors on {str(device)!r}; {native} must be among them.")
+    options = _options(names, provider_options)
+    if device.type == "cuda":
+        options[native].setdefault("device_id", str(device.index or 0))
+        # torch and ONNX Runtime must queue their work on one stream, or one reads what the other has not written
+        options[native].setdefault("user_compute_stream", str(torch.cuda.current_stream(device).cuda_stream))
+    return [(name, options[name]) for name in names]
+
+
+def _options(
+    names: Sequence[str], given: Sequence[Mapping[str, Any]] | Mapping[str, Mapping[str, Any]] | None
+) -> dict[str, dict[str, str]]:
+    if given is None:
+        given = {}
+    if not isinstance(given, Mapping):
+        if len(given) != len(names):
+            raise ProviderError(
+                f"provider_options has {len(given)} entries for {len(names)} providers ({', '.join(names)}). "
+                "Give one mapping per provider, in the same order, or a mapping from provider name to options."
+            )
+        given = dict(zip(names, given, strict=True))
+    unknown = [n for n in given if n not in names]
+    if unknown:
+        raise ProviderError(f"provider_options names {', '.join(unknown)}, but the providers are {', '.join(names)}.")
+    return {name: {str(k): str(v) for k, v in given.get(name, {}).items()} for name in names}

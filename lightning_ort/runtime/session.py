@@ -1,0 +1,131 @@
+"""An ONNX Runtime session that reads and writes torch memory in place."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import onnxruntime
+import torch
+
+from lightning_ort.errors import ProviderError
+from lightning_ort.runtime.dtypes import NUMPY
+from lightning_ort.runtime.providers import choose_providers
+
+__all__ = ["OrtSession", "RuntimeConfig"]
+
+# sets of addresses remembered per session: gradients of the last step are alive while the next are written
+_BINDINGS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class RuntimeConfig:
+    """How sessions are made.
+
+    Attributes:
+        providers: names of execution providers in order of preference; ``None`` takes the one of the device.
+        provider_options: one mapping per provider, or a mapping from provider name to options.
+        session_options: an ``onnxruntime.SessionOptions``, or a mapping from its attribute names (such as
+            ``intra_op_num_threads``) and configuration keys (such as ``session.intra_op.allow_spinning``) to values.
+    """
+
+    providers: Sequence[str] | None = None
+    provider_options: Sequence[Mapping[str, Any]] | Mapping[str, Mapping[str, Any]] | None = None
+    session_options: onnxruntime.SessionOptions | Mapping[str, Any] | None = None
+
+    def make_session_options(self) -> onnxruntime.SessionOptions:
+        """Defaults of this package, overridden by what the user set.
+
+        Raises:
+            ValueError: an attribute that SessionOptions does not have.
+        """
+        if isinstance(self.session_options, onnxruntime.SessionOptions):
+            return self.session_options
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        options.intra_op_num_threads = torch.get_num_threads()
+        # one allocation for all activations of a training graph doubles its peak memory and gains no time
+        options.enable_mem_pattern = False
+        # ONNX Runtime's idle threads would spin on the cores that torch's optimizer needs
+        options.add_session_config_entry("session.force_spinning_stop", "1")
+        for key, value in (self.session_options or {}).items():
+            if "." in key:
+                options.add_session_config_entry(key, str(value))
+            elif hasattr(options, key):
+                setattr(options, key, value)
+            else:
+                known = ", ".join(a for a in dir(options) if not a.startswith("_") and not callable(getattr(options, a)))
+                raise ValueError(f"session_options has no {key!r}. Attributes: {known}; other keys contain a dot.")
+        return options
+
+
+class _Binding:
+    """One IOBinding and the addresses it holds."""
+
+    __slots__ = ("inputs", "io", "outputs")
+
+    def __init__(self, io: onnxruntime.IOBinding, n_inputs: int, n_outputs: int) -> None:
+        self.io = io
+        self.inputs: list[Any] = [None] * n_inputs
+        self.outputs: list[Any] = [None] * n_outputs
+
+
+class OrtSession:
+    """A session for one graph, run on tensors that are bound by address.
+
+    Args:
+        model: the serialized ONNX model.
+        config: providers and options.
+        device: where all inputs and outputs live.
+
+    Raises:
+        ProviderError: the session did not get a provider that was asked for.
+        onnxruntime errors: the model is not accepted.
+    """
+
+    def __init__(self, model: bytes, config: RuntimeConfig, device: torch.device) -> None:
+        wanted = choose_providers(device, config.providers, config.provider_options)
+        self._session = onnxruntime.InferenceSession(model, config.make_session_options(), providers=wanted)
+        self._session.disable_fallback()
+        got = self._session.get_providers()
+        lost = [name for name, _ in wanted if name not in got]
+        if lost:
+            raise ProviderError(
+                f"ONNX Runtime did not give the session {', '.join(lost)} (it has {', '.join(got)}): the provider is "
+                "built in, but could not start; its own message is in ONNX Runtime's log "
+                "(session_options={'log_severity_level': 0})."
+            )
+        self._device = (device.type, device.index or 0)
+        self._inputs = [i.name for i in self._session.get_inputs()]
+        self._outputs = [o.name for o in self._session.get_outputs()]
+        self._bindings: dict[int, _Binding] = {}
+
+    def run(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        """Compute ``outputs`` from ``inputs``, both in the order of the graph; outputs must be contiguous."""
+        inputs = [t if t.is_contiguous() else t.contiguous() for t in inputs]
+        last = outputs[-1].data_ptr()
+        binding = self._bindings.get(last)
+        if binding is None:
+            if len(self._bindings) == _BINDINGS:
+                del self._bindings[next(iter(self._bindings))]
+            binding = _Binding(self._session.io_binding(), len(self._inputs), len(self._outputs))
+            self._bindings[last] = binding
+        # Re-binding costs more than the rest of a small step, so only what has moved is bound again. An empty tensor
+        # has no address.
+        bound = binding.inputs
+        for i, tensor in enumerate(inputs):
+            place = (tensor.data_ptr(), tensor.shape)
+            if place != bound[i]:
+                self._bind(binding.io.bind_input, self._inputs[i], tensor)
+                bound[i] = place
+        bound = binding.outputs
+        for i, tensor in enumerate(outputs):
+            place = (tensor.data_ptr(), tensor.shape)
+            if place != bound[i]:
+                self._bind(binding.io.bind_output, self._outputs[i], tensor)
+                bound[i] = place
+        self._session.run_with_iobinding(binding.io)
+
+    def _bind(self, bind: Any, name: str, tensor: torch.Tensor) -> None:
+        bind(name, *self._device, NUMPY[tensor.dtype], tuple(tensor.shape), tensor.data_ptr())
