@@ -81,12 +81,12 @@ def _max_pool(
 
 
 @lowers(aten.max_pool2d_with_indices.default)
-def max_pool2d(g: GraphBuilder, node: fx.Node, *args, **kwargs) -> tuple[ir.Value, ir.Value]:  # type: ignore[no-untyped-def]
+def max_pool2d(g: GraphBuilder, node: fx.Node, *args, **kwargs) -> tuple[ir.Value, ir.Value]:
     return _max_pool(g, node, *args, **kwargs, spatial=2)
 
 
 @lowers(aten.max_pool3d_with_indices.default)
-def max_pool3d(g: GraphBuilder, node: fx.Node, *args, **kwargs) -> tuple[ir.Value, ir.Value]:  # type: ignore[no-untyped-def]
+def max_pool3d(g: GraphBuilder, node: fx.Node, *args, **kwargs) -> tuple[ir.Value, ir.Value]:
     return _max_pool(g, node, *args, **kwargs, spatial=3)
 
 
@@ -114,10 +114,10 @@ def _max_pool_backward(
 
 
 @lowers(aten.max_pool2d_with_indices_backward.default)
-def max_pool2d_backward(g: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node, *args) -> ir.Value:  # type: ignore[no-untyped-def]
+def max_pool2d_backward(g: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node, *args) -> ir.Value:
     return _max_pool_backward(g, grad, x, args[-1], spatial=2)
 
 
 @lowers(aten.max_pool3d_with_indices_backward.default)
-def max_pool3d_backward(g: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node, *args) -> ir.Value:  # type: ignore[no-untyped-def]
+def max_pool3d_backward(g: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node, *args) -> ir.Value:
     return _max_pool_backward(g, grad, x, args[-1], spatial=3)
