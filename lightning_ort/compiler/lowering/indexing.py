@@ -1,0 +1,175 @@
+"""Reading and writing elements at computed positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import fx
+
+from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, rank_of, shape_of
+from lightning_ort.compiler.lowering.registry import NotLowered, lowers
+from lightning_ort.compiler.lowering.shapes import positive, same_shape
+
+aten = torch.ops.aten
+
+
+def _as_vector(g: GraphBuilder, value: ir.Value, rank: int) -> ir.Value:
+    return g.op("Reshape", value, g.ints([1])) if rank == 0 else value
+
+
+@lowers(aten.gather.default)
+def gather(g: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, *, sparse_grad: bool = False) -> ir.Value:
+    data, positions = _as_vector(g, g.value(x), rank_of(x)), _as_vector(g, g.value(index), rank_of(index))
+    result = g.op("GatherElements", data, positions, axis=positive(dim, rank_of(x)))
+    return result if rank_of(index) else g.op("Reshape", result, g.ints([]))
+
+
+@lowers(aten.index_select.default)
+def index_select(g: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node) -> ir.Value:
+    data, positions = _as_vector(g, g.value(x), rank_of(x)), _as_vector(g, g.value(index), rank_of(index))
+    result = g.op("Gather", data, positions, axis=positive(dim, rank_of(x)))
+    return result if rank_of(x) else g.op("Reshape", result, g.ints([]))
+
+
+REDUCTIONS = {"sum": "add", "add": "add", "prod": "mul", "multiply": "mul", "amax": "max", "amin": "min"}
+
+
+def scattered(
+    g: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, updates: ir.Value, reduction: str = "none"
+) -> ir.Value:
+    """``x`` with ``updates``, of the shape of ``index``, written along ``dim``."""
+    rank = rank_of(x)
+    data, positions = _as_vector(g, g.value(x), rank), _as_vector(g, g.value(index), rank_of(index))
+    updates = _as_vector(g, updates, rank_of(index))
+    dtype = dtype_of(x)
+    wide = torch.float32 if dtype == torch.float16 and reduction != "none" else dtype
+    data, updates = g.cast(data, dtype, wide), g.cast(updates, dtype, wide)
+    result = g.op("ScatterElements", data, positions, updates, axis=positive(dim, rank), reduction=reduction)
+    result = g.cast(result, wide, dtype)
+    return result if rank else g.op("Reshape", result, g.ints([]))
+
+
+def _source(g: GraphBuilder, src: fx.Node, index: fx.Node, dtype: torch.dtype) -> ir.Value:
+    """The leading part of ``src`` that has the shape of ``index``: torch ignores the rest."""
+    value = g.operand(src, dtype)
+    if same_shape(shape_of(src), shape_of(index)) or rank_of(index) == 0:
+        return value
+    axes = list(range(rank_of(src)))
+    return g.op("Slice", value, g.ints([0] * len(axes)), g.shape(index), g.ints(axes))
+
+
+def _checked(reduce: str) -> str:
+    if reduce not in REDUCTIONS:
+        raise NotLowered(f"scatter with reduce={reduce!r}")
+    return REDUCTIONS[reduce]
+
+
+@lowers(aten.scatter.src)
+def scatter_src(g: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, src: fx.Node) -> ir.Value:
+    return scattered(g, node, x, dim, index, _source(g, src, index, dtype_of(x)))
+
+
+@lowers(aten.scatter.reduce)
+def scatter_reduced(
+    g: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, src: fx.Node, *, reduce: str
+) -> ir.Value:
+    return scattered(g, node, x, dim, index, _source(g, src, index, dtype_of(x)), _checked(reduce))
+
+
+@lowers(aten.scatter_add.default)
+def scatter_add(g: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, src: fx.Node) -> ir.Value:
+    return scattered(g, node, x, dim, index, _source(g, src, index, dtype_of(x)), "add")
+
+
+def _repeated(g: GraphBuilder, index: fx.Node, value: Any, dtype: torch.dtype) -> ir.Value:
+    return g.op("Expand", g.operand(value, dtype), g.shape(index))
+
+
+@lowers(aten.scatter.value)
+def scatter_value(g: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, value: Any) -> ir.Value:
+    return scattered(g, node, x, dim, index, _repeated(g, index, value, dtype_of(x)))
+
+
+@lowers(aten.scatter.value_reduce)
+def scatter_value_reduced(
+    g: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, value: Any, *, reduce: str
+) -> ir.Value:
+    return scattered(g, node, x, dim, index, _repeated(g, index, value, dtype_of(x)), _checked(reduce))
+
+
+@lowers(aten.scatter_reduce.two)
+def scatter_reduce(
+    g: GraphBuilder,
+    node: fx.Node,
+    x: fx.Node,
+    dim: int,
+    index: fx.Node,
+    src: fx.Node,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> ir.Value:
+    if not include_self:
+        raise NotLowered("scatter_reduce with include_self=False")
+    return scattered(g, node, x, dim, index, _source(g, src, index, dtype_of(x)), _checked(reduce))
+
+
+def _positions(g: GraphBuilder, indices: Sequence[fx.Node | None]) -> tuple[list[int], list[ir.Value]]:
+    """The indexed dimensions and their int64 indices."""
+    dims = [d for d, i in enumerate(indices) if i is not None]
+    values = []
+    for d in dims:
+        index = indices[d]
+        assert index is not None
+        if dtype_of(index) in (torch.bool, torch.uint8):
+            raise NotLowered("indexing by a boolean mask: the size of the result depends on the data")
+        values.append(g.operand(index, torch.int64))
+    return dims, values
+
+
+def _index_rank(indices: Sequence[fx.Node | None]) -> int:
+    return max(rank_of(i) for i in indices if i is not None)
+
+
+@lowers(aten.index.Tensor, aten._unsafe_index.Tensor)
+def index(g: GraphBuilder, node: fx.Node, x: fx.Node, indices: Sequence[fx.Node | None]) -> ir.Value:
+    dims, values = _positions(g, indices)
+    if not dims:
+        return g.value(x)
+    if len(dims) == 1:
+        return g.op("Gather", g.value(x), values[0], axis=dims[0])
+    rank, index_rank = rank_of(x), _index_rank(indices)
+    others = [d for d in range(rank) if d not in dims]
+    data = g.value(x)
+    if dims != list(range(len(dims))):
+        data = g.op("Transpose", data, perm=dims + others)
+    result = g.op("GatherND", data, coordinates(g, indices))
+    first = result_position(dims)
+    if first == 0:
+        return result
+    # The dimensions of the indices stand where the indexed ones stood.
+    perm = [index_rank + i for i in range(first)] + list(range(index_rank))
+    perm += list(range(index_rank + first, index_rank + len(others)))
+    return g.op("Transpose", result, perm=perm)
+
+
+def result_position(dims: Sequence[int]) -> int:
+    """Where the dimensions of the indices go: in front, unless the indexed dimensions are neighbours."""
+    return dims[0] if list(dims) == list(range(dims[0], dims[-1] + 1)) else 0
+
+
+def coordinates(g: GraphBuilder, indices: Sequence[fx.Node | None]) -> ir.Value:
+    """The indices, broadcast together, as rows of coordinates in the last dimension."""
+    _, values = _positions(g, indices)
+    nodes = [i for i in indices if i is not None]
+    if not all(same_shape(shape_of(nodes[0]), shape_of(n)) for n in nodes):
+        common = values[0]
+        for other in values[1:]:  # the sum has the common shape
+            common = g.op("Add", common, other)
+        shape = g.op("Shape", common)
+        values = [g.op("Expand", v, shape) for v in values]
+    rank = _index_rank(indices)
+    return g.op("Concat", *(g.op("Unsqueeze", v, g.ints([rank])) for v in values), axis=rank)

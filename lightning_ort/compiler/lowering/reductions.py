@@ -1,0 +1,226 @@
+"""Sums, means, extrema and other results over whole dimensions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import fx
+
+from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, rank_of, shape_of
+from lightning_ort.compiler.lowering.registry import NotLowered, lowers
+
+aten = torch.ops.aten
+
+
+def axes_of(dim: Any, rank: int) -> list[int]:
+    """The reduced dimensions; ``None`` and an empty list mean all of them, as in torch."""
+    dims = [dim] if isinstance(dim, int) else list(dim or [])
+    return sorted({d % max(rank, 1) for d in dims}) if dims else list(range(rank))
+
+
+def reduced(g: GraphBuilder, op_type: str, value: ir.Value, axes: Sequence[int], keepdim: bool = False) -> ir.Value:
+    """One ONNX reduction over ``axes``, none meaning none."""
+    if not axes:
+        return value
+    return g.op(op_type, value, g.ints(axes), keepdims=int(keepdim))
+
+
+def _axes(x: fx.Node, dim: Any) -> list[int]:
+    return axes_of(dim, rank_of(x)) if rank_of(x) else []
+
+
+def is_empty(x: fx.Node) -> bool:
+    """Whether ``x`` is known to have no elements."""
+    return any(isinstance(d, int) and d == 0 for d in shape_of(x))
+
+
+def _counting_dtype(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype.is_floating_point or dtype in (torch.int32, torch.int64) else torch.int64
+
+
+def _sum_in(x: fx.Node, node: fx.Node) -> torch.dtype:
+    """The type to add up in: the result's, widened where ONNX Runtime cannot."""
+    return _counting_dtype(dtype_of(node))
+
+
+@lowers(aten.sum.dim_IntList)
+def sum_(
+    g: GraphBuilder, node: fx.Node, x: fx.Node, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> ir.Value:
+    wide = _sum_in(x, node)
+    total = reduced(g, "ReduceSum", g.operand(x, wide), _axes(x, dim), keepdim)
+    return g.cast(total, wide, dtype_of(node))
+
+
+@lowers(aten.sum.default)
+def sum_all(g: GraphBuilder, node: fx.Node, x: fx.Node, *, dtype: Any = None) -> ir.Value:
+    return sum_(g, node, x)
+
+
+@lowers(aten.mean.dim)
+def mean(
+    g: GraphBuilder, node: fx.Node, x: fx.Node, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> ir.Value:
+    axes = _axes(x, dim)
+    if any(isinstance(n, int) and n == 0 for n in (shape_of(x)[a] for a in axes)):
+        return g.op("Expand", g.constant(math.nan, dtype_of(node)), g.shape(node, g.value(x)))
+    return reduced(g, "ReduceMean", g.operand(x, dtype_of(node)), axes, keepdim)
+
+
+@lowers(aten.mean.default)
+def mean_all(g: GraphBuilder, node: fx.Node, x: fx.Node, *, dtype: Any = None) -> ir.Value:
+    return mean(g, node, x)
+
+
+@lowers(aten.prod.default)
+def prod_all(g: GraphBuilder, node: fx.Node, x: fx.Node, *, dtype: Any = None) -> ir.Value:
+    return prod(g, node, x, None)
+
+
+@lowers(aten.prod.dim_int)
+def prod(
+    g: GraphBuilder, node: fx.Node, x: fx.Node, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> ir.Value:
+    kind = dtype_of(node)
+    if kind == torch.float64:  # no such kernel in ONNX Runtime 1.19
+        raise NotLowered("a product of float64 numbers")
+    wide = _counting_dtype(kind)
+    return g.cast(reduced(g, "ReduceProd", g.operand(x, wide), _axes(x, dim), keepdim), wide, kind)
+
+
+def extremum(
+    g: GraphBuilder, x: fx.Node, op_type: str, dim: Any, keepdim: bool, *, propagate_nan: bool = True
+) -> ir.Value:
+    """ReduceMax or ReduceMin; ONNX Runtime's own ignore NaN, torch's return it."""
+    dtype, axes = dtype_of(x), _axes(x, dim)
+    wide = torch.int32 if dtype == torch.int16 else dtype
+    value = g.operand(x, wide)
+    result = reduced(g, op_type, value, axes, keepdim)
+    if propagate_nan and axes and dtype.is_floating_point:
+        spoilt = reduced(g, "ReduceMax", g.op("IsNaN", value), axes, keepdim)
+        result = g.op("Where", spoilt, g.constant(math.nan, dtype), result)
+    return g.cast(result, wide, dtype)
+
+
+@lowers(aten.amax.default)
+def amax(g: GraphBuilder, node: fx.Node, x: fx.Node, dim: Any = (), keepdim: bool = False) -> ir.Value:
+    return extremum(g, x, "ReduceMax", dim, keepdim)
+
+
+@lowers(aten.amin.default)
+def amin(g: GraphBuilder, node: fx.Node, x: fx.Node, dim: Any = (), keepdim: bool = False) -> ir.Value:
+    return extremum(g, x, "ReduceMin", dim, keepdim)
+
+
+@lowers(aten.max.default)
+def max_all(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+    return extremum(g, x, "ReduceMax", None, False)
+
+
+@lowers(aten.min.default)
+def min_all(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+    return extremum(g, x, "ReduceMin", None, False)
+
+
+def arg_extremum(g: GraphBuilder, x: fx.Node, op_type: str, dim: Any, keepdim: bool) -> ir.Value:
+    """ArgMax or ArgMin, the first of equal ones; a NaN counts as the extremum, as in torch."""
+    dtype, rank = dtype_of(x), rank_of(x)
+    if rank == 0:
+        return g.constant(0, torch.int64)
+    if dtype == torch.int64:
+        raise NotLowered("argmax and argmin of int64 numbers")  # no such kernel in ONNX Runtime 1.19
+    wide = torch.int32 if not dtype.is_floating_point else dtype
+    value = g.operand(x, wide)
+    if dtype.is_floating_point:
+        limit = math.inf if op_type == "ArgMax" else -math.inf
+        value = g.op("Where", g.op("IsNaN", value), g.constant(limit, dtype), value)
+    if dim is None:
+        flat = g.op(op_type, g.op("Reshape", value, g.ints([-1])), axis=0, keepdims=0)
+        return g.op("Reshape", flat, g.ints([1] * rank)) if keepdim else flat
+    return g.op(op_type, value, axis=dim % rank, keepdims=int(keepdim))
+
+
+@lowers(aten.argmax.default)
+def argmax(g: GraphBuilder, node: fx.Node, x: fx.Node, dim: Any = None, keepdim: bool = False) -> ir.Value:
+    return arg_extremum(g, x, "ArgMax", dim, keepdim)
+
+
+@lowers(aten.argmin.default)
+def argmin(g: GraphBuilder, node: fx.Node, x: fx.Node, dim: Any = None, keepdim: bool = False) -> ir.Value:
+    return arg_extremum(g, x, "ArgMin", dim, keepdim)
+
+
+def _with_index(reduction: str, arg: str) -> Any:
+    def lower(g: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, keepdim: bool = False) -> Any:
+        if rank_of(x) == 0:
+            return g.value(x), g.constant(0, torch.int64)
+        return extremum(g, x, reduction, dim, keepdim), arg_extremum(g, x, arg, dim, keepdim)
+
+    return lower
+
+
+lowers(aten.max.dim)(_with_index("ReduceMax", "ArgMax"))
+lowers(aten.min.dim)(_with_index("ReduceMin", "ArgMin"))
+
+
+def _truth(op_type: str) -> Any:
+    """any is the maximum of truth values, all the minimum."""
+
+    def lower(g: GraphBuilder, node: fx.Node, x: fx.Node, dim: Any = None, keepdim: bool = False) -> ir.Value:
+        if is_empty(x):
+            raise NotLowered("any and all of an empty tensor")
+        result = reduced(g, op_type, g.operand(x, torch.bool), _axes(x, dim), keepdim)
+        return g.cast(result, torch.bool, dtype_of(node))
+
+    return lower
+
+
+lowers(aten.any.default, aten.any.dim, aten.any.dims)(_truth("ReduceMax"))
+lowers(aten.all.default, aten.all.dim, aten.all.dims)(_truth("ReduceMin"))
+
+
+@lowers(aten.logsumexp.default)
+def logsumexp(g: GraphBuilder, node: fx.Node, x: fx.Node, dim: Any, keepdim: bool = False) -> ir.Value:
+    return reduced(g, "ReduceLogSumExp", g.operand(x, dtype_of(node)), _axes(x, dim), keepdim)
+
+
+def _variance(
+    g: GraphBuilder, x: fx.Node, dim: Any, correction: Any, keepdim: bool
+) -> tuple[ir.Value, ir.Value]:
+    """Variance and mean in two passes, as the numbers of torch."""
+    dtype, axes = dtype_of(x), _axes(x, dim)
+    value = g.value(x)
+    if not axes or is_empty(x):
+        raise NotLowered("the variance of a single number or of none")
+    correction = 1 if correction is None else correction
+    mean = reduced(g, "ReduceMean", value, axes, True)
+    centred = g.op("Sub", value, mean)
+    squares = reduced(g, "ReduceSum", g.op("Mul", centred, centred), axes, keepdim)
+    sizes = [shape_of(x)[a] for a in axes]
+    if all(isinstance(n, int) for n in sizes):
+        count = math.prod(sizes) - correction
+        factor = 1 / count if count > 0 else math.inf
+        variance = g.op("Mul", squares, g.constant(factor, dtype))
+    else:
+        numel = reduced(g, "ReduceProd", g.op("Gather", g.op("Shape", value), g.ints(axes), axis=0), [0])
+        count = g.op("Sub", g.cast(numel, torch.int64, dtype), g.constant(correction, dtype))
+        variance = g.op("Div", squares, g.op("Max", count, g.constant(0, dtype)))
+    return variance, mean if keepdim else g.op("Squeeze", mean, g.ints(axes))
+
+
+@lowers(aten.var.correction)
+def var(
+    g: GraphBuilder, node: fx.Node, x: fx.Node, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> ir.Value:
+    return _variance(g, x, dim, correction, keepdim)[0]
+
+
+@lowers(aten.var_mean.correction)
+def var_mean(
+    g: GraphBuilder, node: fx.Node, x: fx.Node, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> Any:
+    return _variance(g, x, dim, correction, keepdim)

@@ -1,0 +1,202 @@
+"""Views: the same elements under another shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from torch import fx
+
+from lightning_ort.compiler.lowering.builder import Dim, GraphBuilder, dtype_of, rank_of, shape_of
+from lightning_ort.compiler.lowering.registry import NotLowered, lowers
+
+aten = torch.ops.aten
+
+
+def positive(dim: int, rank: int) -> int:
+    """``dim`` counted from the front; a 0-d tensor counts as 1-d, as in torch."""
+    return dim % max(rank, 1)
+
+
+@lowers(aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten._reshape_alias.default)
+def view(g: GraphBuilder, node: fx.Node, x: fx.Node, size: Sequence[Any], *_: Any) -> ir.Value:
+    return reshaped(g, node, g.value(x), size)
+
+
+def reshaped(g: GraphBuilder, node: fx.Node, value: ir.Value, size: Sequence[Any]) -> ir.Value:
+    """``value`` in the shape of ``node``; ``size`` is what was asked for and may contain -1 and fx nodes."""
+    result = shape_of(node)
+    dims: list[Dim] = [r if isinstance(r, int) else s for r, s in zip(result, size, strict=True)]
+    if -1 not in dims:
+        return g.reshape(value, dims)
+    if any(d == 0 for d in dims if isinstance(d, int)):
+        raise NotLowered("a view of an empty tensor with an inferred size")
+    return g.op("Reshape", value, g.dims(dims))
+
+
+@lowers(aten.permute.default)
+def permute(g: GraphBuilder, node: fx.Node, x: fx.Node, dims: Sequence[int]) -> ir.Value:
+    rank = rank_of(x)
+    perm = [d % rank for d in dims]
+    if perm == list(range(rank)):
+        return g.value(x)
+    return g.op("Transpose", g.value(x), perm=perm)
+
+
+@lowers(aten.transpose.int)
+def transpose(g: GraphBuilder, node: fx.Node, x: fx.Node, dim0: int, dim1: int) -> ir.Value:
+    perm = list(range(rank_of(x)))
+    a, b = positive(dim0, len(perm)), positive(dim1, len(perm))
+    if a == b:
+        return g.value(x)
+    perm[a], perm[b] = b, a
+    return g.op("Transpose", g.value(x), perm=perm)
+
+
+@lowers(aten.t.default)
+def t(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+    return g.op("Transpose", g.value(x), perm=[1, 0]) if rank_of(x) == 2 else g.value(x)
+
+
+@lowers(aten.expand.default)
+def expand(g: GraphBuilder, node: fx.Node, x: fx.Node, size: Sequence[Any], *, implicit: bool = False) -> ir.Value:
+    if same_shape(shape_of(x), shape_of(node)):
+        return g.value(x)
+    lead = rank_of(node) - rank_of(x)
+    kept = [1] * lead + list(shape_of(x))
+    # A size of 1 leaves the dimension as it is, so that unchanged symbolic sizes need not be computed.
+    dims = [
+        1 if same_shape([k], [r]) else r if isinstance(r, int) else s
+        for k, r, s in zip(kept, shape_of(node), size, strict=True)
+    ]
+    return g.op("Expand", g.value(x), g.dims(dims))
+
+
+def same_shape(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether two shapes are known to be equal, symbolic sizes compared by their expression."""
+    return size_key(a) == size_key(b)
+
+
+def size_key(shape: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(d if isinstance(d, int) else d.node.expr for d in shape)
+
+
+@lowers(aten.unsqueeze.default)
+def unsqueeze(g: GraphBuilder, node: fx.Node, x: fx.Node, dim: int) -> ir.Value:
+    return g.op("Unsqueeze", g.value(x), g.ints([dim % rank_of(node)]))
+
+
+@lowers(aten.squeeze.default)
+def squeeze(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+    return _squeeze(g, x, range(rank_of(x)))
+
+
+@lowers(aten.squeeze.dim)
+def squeeze_dim(g: GraphBuilder, node: fx.Node, x: fx.Node, dim: int) -> ir.Value:
+    return _squeeze(g, x, [dim])
+
+
+@lowers(aten.squeeze.dims)
+def squeeze_dims(g: GraphBuilder, node: fx.Node, x: fx.Node, dims: Sequence[int]) -> ir.Value:
+    return _squeeze(g, x, dims)
+
+
+def _squeeze(g: GraphBuilder, x: fx.Node, dims: Sequence[int]) -> ir.Value:
+    shape = shape_of(x)
+    ones = [d % len(shape) for d in dims if len(shape) and isinstance(shape[d], int) and shape[d] == 1]
+    return g.op("Squeeze", g.value(x), g.ints(ones)) if ones else g.value(x)
+
+
+@lowers(aten.repeat.default)
+def repeat(g: GraphBuilder, node: fx.Node, x: fx.Node, repeats: Sequence[Dim]) -> ir.Value:
+    value, lead = g.value(x), len(repeats) - rank_of(x)
+    if lead:
+        value = g.op("Unsqueeze", value, g.ints(list(range(lead))))
+    if all(isinstance(r, int) and r == 1 for r in repeats):
+        return value
+    return g.op("Tile", value, g.dims(repeats))
+
+
+@lowers(aten.tril.default)
+def tril(g: GraphBuilder, node: fx.Node, x: fx.Node, diagonal: Dim = 0) -> ir.Value:
+    return _trilu(g, x, diagonal, upper=0)
+
+
+@lowers(aten.triu.default)
+def triu(g: GraphBuilder, node: fx.Node, x: fx.Node, diagonal: Dim = 0) -> ir.Value:
+    return _trilu(g, x, diagonal, upper=1)
+
+
+def _trilu(g: GraphBuilder, x: fx.Node, diagonal: Dim, upper: int) -> ir.Value:
+    dtype = dtype_of(x)
+    wide = torch.int64 if dtype in (torch.int32, torch.int16, torch.int8, torch.uint8) else dtype
+    k = g.operand(diagonal, torch.int64)
+    return g.cast(g.op("Trilu", g.cast(g.value(x), dtype, wide), k, upper=upper), wide, dtype)
+
+
+@lowers(aten.diagonal.default)
+def diagonal(g: GraphBuilder, node: fx.Node, x: fx.Node, offset: int = 0, dim1: int = 0, dim2: int = 1) -> ir.Value:
+    """A strided slice of the two dimensions taken as one."""
+    flat, rows, columns, lead = _flat_planes(g, x, dim1, dim2)
+    start = offset if offset >= 0 else -offset * columns
+    length = max(min(rows, columns - offset) if offset >= 0 else min(rows + offset, columns), 0)
+    axis, step = g.ints([lead]), columns + 1
+    return g.op("Slice", flat, g.ints([start]), g.ints([start + length * step]), axis, g.ints([step]))
+
+
+@lowers(aten.diagonal_scatter.default)
+def diagonal_scatter(
+    g: GraphBuilder, node: fx.Node, x: fx.Node, src: fx.Node, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> ir.Value:
+    flat, rows, columns, lead = _flat_planes(g, x, dim1, dim2)
+    mask = np.eye(rows, columns, offset, dtype=bool).reshape(-1)
+    if not mask.any():
+        return g.value(x)
+    # Each element of the plane reads its entry of the diagonal; a select between the two has no scatter to order.
+    source = g.op("Gather", g.value(src), g.ints(np.maximum(np.cumsum(mask) - 1, 0).tolist()), axis=lead)
+    chosen = g.op("Where", g.constant(mask, torch.bool), source, flat)
+    rank = rank_of(x)
+    plane = g.ints([rows, columns])
+    head = g.op("Shape", flat, start=0, end=lead)
+    moved = g.op("Reshape", chosen, g.op("Concat", head, plane, axis=0))
+    a, b = dim1 % rank, dim2 % rank
+    order = [d for d in range(rank) if d not in (a, b)] + [a, b]
+    return g.op("Transpose", moved, perm=[int(i) for i in np.argsort(order)])
+
+
+def _flat_planes(g: GraphBuilder, x: fx.Node, dim1: int, dim2: int) -> tuple[ir.Value, int, int, int]:
+    """``x`` with ``dim1`` and ``dim2`` moved last and merged; their sizes; the number of dimensions before them."""
+    rank, shape = rank_of(x), shape_of(x)
+    a, b = dim1 % rank, dim2 % rank
+    rows, columns = shape[a], shape[b]
+    if not (isinstance(rows, int) and isinstance(columns, int)):
+        raise NotLowered("a diagonal of dimensions whose sizes change")
+    perm = [d for d in range(rank) if d not in (a, b)] + [a, b]
+    value = g.value(x)
+    if perm != list(range(rank)):
+        value = g.op("Transpose", value, perm=perm)
+    lead = g.op("Shape", value, start=0, end=rank - 2)
+    return g.op("Reshape", value, g.op("Concat", lead, g.ints([rows * columns]), axis=0)), rows, columns, rank - 2
+
+
+@lowers(aten.as_strided.default)
+def as_strided(
+    g: GraphBuilder, node: fx.Node, x: fx.Node, size: Sequence[Any], stride: Sequence[Any], storage_offset: Any = None
+) -> ir.Value:
+    """A gather from the flat elements, where the input lies in memory as its shape says."""
+    val = x.meta["val"]
+    numbers = [*val.shape, *size, *stride, storage_offset or 0]
+    if not all(isinstance(n, int) for n in numbers):
+        raise NotLowered("as_strided with sizes that change")
+    if not val.is_contiguous() or val.storage_offset() != 0:
+        raise NotLowered("as_strided of a tensor that is not contiguous")
+    if math.prod(size) == val.numel() and list(stride) == list(torch.empty(size, device="meta").stride()):
+        return g.reshape(g.value(x), list(size))
+    index = np.full(tuple(size), storage_offset or 0, np.int64)
+    for axis, (n, s) in enumerate(zip(size, stride, strict=True)):
+        index += (np.arange(n) * s).reshape([-1 if d == axis else 1 for d in range(len(size))])
+    return g.op("Gather", g.reshape(g.value(x), [val.numel()]), g.constant(index, torch.int64), axis=0)
