@@ -10,7 +10,7 @@ import torch
 
 from lightning_ort.errors import ProviderError
 
-__all__ = ["choose_providers"]
+__all__ = ["check_available", "choose_providers"]
 
 _FOR_DEVICE = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
@@ -30,29 +30,44 @@ def choose_providers(
     Raises:
         ProviderError: this ONNX Runtime lacks one of them, there is none for the device, or the options do not match.
     """
-    available = onnxruntime.get_available_providers()
     if device.type not in _FOR_DEVICE:
         raise ProviderError(
             f"ONNX Runtime cannot reach tensors on device {str(device)!r}. Use accelerator='cpu' or 'cuda'."
         )
     native = _FOR_DEVICE[device.type]
     names = [native] if providers is None else list(providers)
+    options = check_available(names, provider_options)
+    if device.type == "cuda" and native not in names:
+        raise ProviderError(f"providers={names!r} cannot reach tensors on {str(device)!r}; {native} must be among them.")
+    if device.type == "cuda":
+        options[native].setdefault("device_id", str(device.index or 0))
+        # torch and ONNX Runtime must queue their work on one stream, or one reads what the other has not written
+        options[native].setdefault("user_compute_stream", str(torch.cuda.current_stream(device).cuda_stream))
+    return [(name, options[name]) for name in names]
+
+
+def check_available(
+    providers: Sequence[str] | None,
+    provider_options: Sequence[Mapping[str, Any]] | Mapping[str, Mapping[str, Any]] | None,
+) -> dict[str, dict[str, str]]:
+    """Provider name to its options; ``None`` for ``providers`` leaves the choice open and checks nothing.
+
+    Raises:
+        ProviderError: this ONNX Runtime lacks one of them, or the options do not match.
+    """
+    if providers is None:
+        return {}
+    names = [providers] if isinstance(providers, str) else list(providers)
     if not names:
         raise ProviderError("providers=[] names no execution provider. Leave it out, or name at least one.")
+    available = onnxruntime.get_available_providers()
     missing = [n for n in names if n not in available]
     if missing:
         raise ProviderError(
             f"providers={names!r}: this ONNX Runtime ({onnxruntime.__version__}) has no {', '.join(missing)}. "
             f"It has {', '.join(available)}. Choose among these or install the build that has it."
         )
-    if device.type == "cuda" and native not in names:
-        raise ProviderError(f"providers={names!r} cannot reach tensors on {str(device)!r}; {native} must be among them.")
-    options = _options(names, provider_options)
-    if device.type == "cuda":
-        options[native].setdefault("device_id", str(device.index or 0))
-        # torch and ONNX Runtime must queue their work on one stream, or one reads what the other has not written
-        options[native].setdefault("user_compute_stream", str(torch.cuda.current_stream(device).cuda_stream))
-    return [(name, options[name]) for name in names]
+    return _options(names, provider_options)
 
 
 def _options(

@@ -1,0 +1,133 @@
+"""Watches Dynamo at work: what it compiles, for how long, and where it gives up."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+# Dynamo tells these things to its own log files only; this module is the one place that reads its records.
+from torch._dynamo import utils as dynamo_utils
+from torch._dynamo.callback import callback_handler
+
+from lightning_ort.report import GraphBreak, InTorch, StepReport
+
+__all__ = ["DynamoObserver"]
+
+log = logging.getLogger(__name__)
+
+
+class DynamoObserver(logging.Handler):
+    """Enters what Dynamo does into the report of the step that is running.
+
+    Args:
+        current: gives the report of the running step, or ``None`` while none is.
+        announce: called with a text when a compilation has been going on for a second, and when it is over.
+    """
+
+    _LOGGER = "torch._dynamo.convert_frame"
+
+    def __init__(self, current: Callable[[], StepReport | None], announce: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._current, self._announce = current, announce
+        self._started: float | None = None
+        self._timer: threading.Timer | None = None
+        self._last_metrics: Any = None
+        self.compilations = 0
+
+    def install(self) -> None:
+        """Start watching."""
+        callback_handler.register_start_callback(self._on_start)
+        callback_handler.register_end_callback(self._on_end)
+        logging.getLogger(self._LOGGER).addHandler(self)
+        self._breaks = len(dynamo_utils.graph_break_reasons)
+        self._last_metrics = self._newest_metrics()
+
+    def remove(self) -> None:
+        """Stop watching."""
+        for callbacks, mine in (
+            (callback_handler.start_callbacks, self._on_start),
+            (callback_handler.end_callbacks, self._on_end),
+        ):
+            if mine in callbacks:
+                callbacks.remove(mine)
+        logging.getLogger(self._LOGGER).removeHandler(self)
+
+    def collect(self) -> None:
+        """Enter what Dynamo recorded since the last call; to be called when a step has ended."""
+        report = self._current()
+        if report is None:
+            return
+        reasons = dynamo_utils.graph_break_reasons
+        if len(reasons) < self._breaks:  # cleared by torch.compiler.reset
+            self._breaks = 0
+        for reason in reasons[self._breaks :]:
+            frame = reason.user_stack[-1] if reason.user_stack else None
+            source = f"{frame.filename}:{frame.lineno}: {frame.line}" if frame else ""
+            entry = GraphBreak(_summary(str(reason.reason)), source)
+            if entry not in report.graph_breaks:
+                report.graph_breaks.append(entry)
+        self._breaks = len(reasons)
+        for metrics in self._metrics_since():
+            if metrics.recompile_reason:
+                report.recompilations.append(f"{metrics.co_name}: {_summary(metrics.recompile_reason)}")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Dynamo gives up a function after too many recompilations, and says so in a warning."""
+        message = record.getMessage()
+        report = self._current()
+        if report is None or "torch._dynamo hit config." not in message:
+            return
+        lines = [line.strip() for line in message.splitlines()]
+        entry = InTorch(
+            what=next((x.removeprefix("function: ") for x in lines if x.startswith("function: ")), "a function"),
+            reason="it changed too often: "
+            + next((x.removeprefix("last reason: ") for x in lines if x.startswith("last reason: ")), lines[0]),
+            source="",
+        )
+        if entry not in report.in_torch:
+            report.in_torch.append(entry)
+
+    def _on_start(self, args: Any) -> None:
+        self.compilations += 1
+        report = self._current()
+        self._started = time.perf_counter()
+        if report is not None:
+            text = f"Compiling {report.name} for ONNX Runtime ..."
+            self._timer = threading.Timer(1.0, self._announce, [text])
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _on_end(self, args: Any) -> None:
+        if self._started is None:
+            return
+        seconds, self._started = time.perf_counter() - self._started, None
+        report = self._current()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if report is not None:
+            report.compile_seconds += seconds
+            if seconds > 1:
+                self._announce(f"Compiled {report.name} in {seconds:.1f} s.")
+
+    @staticmethod
+    def _newest_metrics() -> Any:
+        records = dynamo_utils._compilation_metrics
+        return records[-1] if records else None
+
+    def _metrics_since(self) -> list[Any]:
+        fresh: list[Any] = []
+        for metrics in reversed(dynamo_utils._compilation_metrics):
+            if metrics is self._last_metrics:
+                break
+            fresh.append(metrics)
+        self._last_metrics = self._newest_metrics()
+        return fresh[::-1]
+
+
+def _summary(text: str) -> str:
+    """The first line that says something."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), text)

@@ -1,0 +1,103 @@
+"""What ran where: graphs, recompilations, graph breaks and operators that stayed in torch, per step function."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["GraphBreak", "InTorch", "Report", "StepReport"]
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphBreak:
+    """A place where a step leaves the graph for plain Python and enters another one afterwards."""
+
+    reason: str
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class InTorch:
+    """Something that torch executed because ONNX Runtime could not."""
+
+    what: str
+    reason: str
+    source: str
+
+
+@dataclasses.dataclass
+class StepReport:
+    """Account of one step function.
+
+    Attributes:
+        name: such as ``training_step``.
+        calls: how often it was called.
+        graphs: ONNX graphs compiled for it (forward with gradients in one is one graph).
+        recompilations: reasons why it was compiled again, one entry each.
+        graph_breaks: places where it leaves the graph, without repetition.
+        in_torch: what torch executed, without repetition.
+        compile_seconds: wall-clock seconds spent compiling.
+    """
+
+    name: str
+    calls: int = 0
+    graphs: int = 0
+    recompilations: list[str] = dataclasses.field(default_factory=list)
+    graph_breaks: list[GraphBreak] = dataclasses.field(default_factory=list)
+    in_torch: list[InTorch] = dataclasses.field(default_factory=list)
+    compile_seconds: float = 0.0
+
+
+class Report(Mapping[str, StepReport]):
+    """Step function name to its :class:`StepReport`; ``str(report)`` is a table."""
+
+    def __init__(self) -> None:
+        self._steps: dict[str, StepReport] = {}
+
+    def __getitem__(self, name: str) -> StepReport:
+        return self._steps[name]
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(self._steps)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def step(self, name: str) -> StepReport:
+        """The account of ``name``, opened if need be."""
+        return self._steps.setdefault(name, StepReport(name))
+
+    def __str__(self) -> str:
+        if not self._steps:
+            return "No step has run in ONNX Runtime yet."
+        buffer = io.StringIO()
+        console = Console(file=buffer, width=100, color_system=None)
+        table = Table(title="Steps in ONNX Runtime", title_justify="left")
+        for column, side in (
+            ("step", "left"), ("calls", "right"), ("graphs", "right"), ("recompiled", "right"), ("breaks", "right"),
+            ("in torch", "right"), ("compiling", "right"),
+        ):  # fmt: skip
+            table.add_column(column, justify=side)  # type: ignore[arg-type]
+        for s in self._steps.values():
+            table.add_row(
+                s.name, str(s.calls), str(s.graphs), str(len(s.recompilations)), str(len(s.graph_breaks)),
+                str(len(s.in_torch)), f"{s.compile_seconds:.1f} s",
+            )  # fmt: skip
+        console.print(table)
+        for s in self._steps.values():
+            details = [f"compiled again: {reason}" for reason in s.recompilations]
+            details += [f"graph break: {b.reason}{_at(b.source)}" for b in s.graph_breaks]
+            details += [f"in torch: {t.what}: {t.reason}{_at(t.source)}" for t in s.in_torch]
+            if details:
+                console.print(f"{s.name}:", markup=False, highlight=False)
+            for line in details:
+                console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+        return buffer.getvalue().rstrip()
+
+
+def _at(source: str) -> str:
+    return f" ({source})" if source else ""

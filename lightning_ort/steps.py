@@ -1,0 +1,128 @@
+"""The step functions of a LightningModule, compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._dynamo.config
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+# There is no public way to keep a whole package out of the graphs.
+from torch._dynamo import trace_rules
+
+from lightning_ort.compiler.backend import ORTBackend
+from lightning_ort.compiler.executable import Executable
+from lightning_ort.compiler.observer import DynamoObserver
+from lightning_ort.compiler.plan import Fallback
+from lightning_ort.report import InTorch, Report, StepReport
+from lightning_ort.standins import GrowingList, LogRecorder
+
+__all__ = ["CompiledSteps"]
+
+# Lightning's own machinery: plain Python that has no place in a graph.
+_OUTSIDE = (
+    "all_gather", "clip_gradients", "configure_gradient_clipping", "lr_scheduler_step", "lr_schedulers",
+    "manual_backward", "optimizers", "print", "toggle_optimizer", "untoggle_optimizer", "toggled_optimizer",
+)  # fmt: skip
+
+
+class CompiledSteps:
+    """Calls step functions of ``module`` through ``torch.compile`` and keeps the report.
+
+    Args:
+        module: whose steps are called.
+        backend: where their graphs go.
+        report: what is known so far; gets everything that happens from now on.
+    """
+
+    def __init__(self, module: LightningModule, backend: ORTBackend, report: Report) -> None:
+        self._module, self.report = module, report
+        self._running: StepReport | None = None
+        self._observer = DynamoObserver(lambda: self._running, rank_zero_info)
+        self._recorder = LogRecorder(module.log, module.log_dict)
+        self._replaced: dict[str, Any] = {name: torch.compiler.disable(getattr(module, name)) for name in _OUTSIDE}
+        self._replaced |= {"log": self._recorder.log, "log_dict": self._recorder.log_dict}
+        backend.on_graph, backend.on_fallback = self._on_graph, self._on_fallback
+        self._backend = backend
+        self._compiled: dict[str, Callable[..., Any]] = {}
+        self._growing: dict[str, GrowingList] = {}
+
+    def install(self) -> None:
+        """Prepare Dynamo; :meth:`remove` takes it back."""
+        trace_rules.add("torchmetrics")
+        self._setting = torch._dynamo.config.allow_unspec_int_on_nn_module
+        # a counter attribute would otherwise be compiled for each of its values
+        torch._dynamo.config.allow_unspec_int_on_nn_module = True
+        self._observer.install()
+
+    def remove(self) -> None:
+        """Leave Dynamo as it was."""
+        self._observer.remove()
+        torch._dynamo.config.allow_unspec_int_on_nn_module = self._setting
+
+    def __call__(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call the module's step function ``name``."""
+        compiled = self._compiled.get(name)
+        if compiled is None:
+            # dynamic=None: sizes become symbolic once they have changed
+            compiled = self._compiled[name] = torch.compile(getattr(self._module, name), backend=self._backend)
+        report = self._running = self.report.step(name)
+        report.calls += 1
+        attributes = self._module.__dict__
+        originals = {k: attributes[k] for k in self._replaced if k in attributes}
+        lengths = [(k, v, len(v)) for k, v in attributes.items() if type(v) is list]
+        standins = self._stand_in(attributes)
+        compilations = self._observer.compilations
+        # written past nn.Module.__setattr__, whose checks cost more than a small step
+        attributes.update(self._replaced)
+        try:
+            result = compiled(*args, **kwargs)
+        except BaseException:
+            self._recorder.discard()
+            raise
+        finally:
+            for key in self._replaced:
+                if key in originals:
+                    attributes[key] = originals[key]
+                else:
+                    attributes.pop(key, None)
+            for key, standin in standins.items():
+                standin.flush()
+                if attributes.get(key) is standin:
+                    attributes[key] = standin.real
+            if self._observer.compilations != compilations:
+                self._observer.collect()
+            self._running = None
+        self._recorder.flush()
+        for key, value, length in lengths:
+            if len(value) != length and attributes.get(key) is value:
+                self._growing.setdefault(key, GrowingList(value))
+        return result
+
+    def _stand_in(self, attributes: dict[str, Any]) -> dict[str, GrowingList]:
+        """Put stand-ins in the place of lists that are known to grow."""
+        placed = {}
+        for key, standin in self._growing.items():
+            real = attributes.get(key)
+            if type(real) is list:
+                # the module may have bound a new list to the name; the stand-in must stay the same object for Dynamo
+                standin.real = real
+                attributes[key] = standin
+                placed[key] = standin
+        return placed
+
+    def _on_graph(self, executable: Executable) -> None:
+        if self._running is not None:
+            self._running.graphs += 1
+
+    def _on_fallback(self, fallbacks: list[Fallback]) -> None:
+        if self._running is None:
+            return
+        for f in fallbacks:
+            entry = InTorch(f.operator, f.reason, f.source)
+            if entry not in self._running.in_torch:
+                self._running.in_torch.append(entry)
+                rank_zero_info(f"{self._running.name}: {f.operator} runs in torch: {f.reason} ({f.source})")

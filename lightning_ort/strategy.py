@@ -1,0 +1,228 @@
+"""Lightning's view of this package: a strategy whose steps run in ONNX Runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.strategies import _StrategyRegistry
+from lightning.fabric.utilities.types import _DEVICE
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import DoublePrecision, Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lightning_ort.environment import require_onnxruntime
+from lightning_ort.report import Report
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    import onnxruntime
+
+__all__ = ["ORTStrategy"]
+
+
+class ORTStrategy(SingleDeviceStrategy):
+    """Trains, validates, tests and predicts in ONNX Runtime; the LightningModule stays as it is.
+
+    ``Trainer(strategy="ort")`` makes one with default settings.
+
+    Args:
+        device: where parameters and batches live; by default the Trainer's accelerator decides.
+        accelerator: filled in by the Trainer.
+        parallel_devices: filled in by the Trainer; more than one is refused.
+        checkpoint_io: how checkpoints are written.
+        precision_plugin: ``"32-true"`` or ``"64-true"``.
+        providers: execution providers in order of preference, as ONNX Runtime names them; by default
+            ``CPUExecutionProvider`` or ``CUDAExecutionProvider``, whichever belongs to the device.
+        provider_options: one mapping per provider, or a mapping from provider name to its options.
+        session_options: an ``onnxruntime.SessionOptions``, or a mapping from its attributes (such as
+            ``intra_op_num_threads``) and configuration keys (such as ``session.intra_op.allow_spinning``) to values.
+        on_unsupported: ``"torch"`` runs in torch what ONNX Runtime cannot and reports it; ``"error"`` raises
+            :class:`~lightning_ort.errors.UnsupportedError`.
+        verify: check the first run of each graph against torch and raise
+            :class:`~lightning_ort.errors.MismatchError` if it differs.
+        print_report: print the report when a fit has ended.
+
+    Raises:
+        OnnxRuntimeImportError: no ONNX Runtime is installed, or several, or one older than 1.19.
+        ProviderError: this ONNX Runtime lacks one of ``providers``.
+        MisconfigurationException: the Trainer asks for what this strategy does not do (several devices or nodes,
+            16-bit precision, ``sync_batchnorm``).
+    """
+
+    strategy_name = "ort"
+
+    def __init__(
+        self,
+        device: _DEVICE | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: Sequence[torch.device] | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        providers: Sequence[str] | None = None,
+        provider_options: Sequence[Mapping[str, Any]] | Mapping[str, Mapping[str, Any]] | None = None,
+        session_options: onnxruntime.SessionOptions | Mapping[str, Any] | None = None,
+        on_unsupported: Literal["torch", "error"] = "torch",
+        verify: bool = True,
+        print_report: bool = True,
+    ) -> None:
+        require_onnxruntime()
+        # both need ONNX Runtime, whose absence shall be explained and not break the import of this package
+        from lightning_ort.runtime.providers import check_available
+        from lightning_ort.runtime.session import RuntimeConfig
+
+        if on_unsupported not in ("torch", "error"):
+            raise ValueError(f"on_unsupported={on_unsupported!r}: expected 'torch' or 'error'.")
+        check_available(providers, provider_options)
+        self._config = RuntimeConfig(providers, provider_options, session_options)
+        self._config.make_session_options()
+        self._device, self._parallel_devices = device, None
+        super().__init__(
+            device=device or "cpu",
+            accelerator=accelerator,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        if parallel_devices is not None:
+            self.parallel_devices = parallel_devices
+        self._on_unsupported, self._verify, self._print_report = on_unsupported, verify, print_report
+        self._report = Report()
+        self._steps: Any = None
+        self.num_nodes = 1
+
+    # -- what the Trainer fills in --------------------------------------------------------------------------------
+
+    @property
+    def parallel_devices(self) -> Sequence[torch.device] | None:
+        """The one device that Lightning's accelerator chose."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: Sequence[torch.device] | None) -> None:
+        if devices and len(devices) > 1:
+            raise MisconfigurationException(
+                f"strategy='ort' trains on one device, but the Trainer was given {len(devices)}: use devices=1."
+            )
+        self._parallel_devices = devices
+        if devices and self._device is None:
+            self._root_device = devices[0]
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of machines; this strategy uses one."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, value: int) -> None:
+        if value != 1:
+            raise MisconfigurationException(
+                f"strategy='ort' trains on one machine, but the Trainer was given num_nodes={value}: use num_nodes=1."
+            )
+        self._num_nodes = value
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    @override
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        if precision_plugin is not None and type(precision_plugin) not in (Precision, DoublePrecision):
+            raise MisconfigurationException(
+                f"strategy='ort' computes in precision='32-true' or '64-true', but the Trainer was given "
+                f"precision={precision_plugin.precision!r} ({type(precision_plugin).__name__})."
+            )
+        self._precision_plugin = precision_plugin
+
+    # -- life cycle -----------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        from lightning_ort.compiler.backend import ORTBackend
+        from lightning_ort.runtime.providers import choose_providers
+        from lightning_ort.steps import CompiledSteps
+
+        self._refuse(trainer)
+        choose_providers(self.root_device, self._config.providers, self._config.provider_options)
+        super().setup(trainer)
+        assert self.lightning_module is not None
+        self._end_steps()
+        backend = ORTBackend(self._config, on_unsupported=self._on_unsupported, verify=self._verify)
+        self._steps = CompiledSteps(self.lightning_module, backend, self._report)
+        self._steps.install()
+
+    def _refuse(self, trainer: pl.Trainer) -> None:
+        if trainer.num_devices > 1:
+            raise MisconfigurationException(
+                f"strategy='ort' trains on one device, but the Trainer was given devices={trainer.num_devices}: "
+                "use devices=1."
+            )
+        if trainer._accelerator_connector._layer_sync is not None:
+            raise MisconfigurationException(
+                "sync_batchnorm=True has no meaning with strategy='ort', which trains on one device: leave it out."
+            )
+
+    @override
+    def teardown(self) -> None:
+        self._end_steps()
+        super().teardown()
+
+    def _end_steps(self) -> None:
+        if self._steps is not None:
+            self._steps.remove()
+            self._steps = None
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self._print_report:
+            rank_zero_info(str(self._report))
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._end_steps()
+        super().on_exception(exception)
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.train_step_context():
+            return self._steps("training_step", *args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._steps("validation_step", *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._steps("test_step", *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self._steps("predict_step", *args, **kwargs)
+
+    @override
+    @torch.compiler.disable
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        # inside of a manual-optimization step Dynamo would take the update into the graph, where it comes out
+        # differently in the last digits
+        return super().optimizer_step(*args, **kwargs)
+
+    def report(self) -> Report:
+        """What ran where so far: per step function its graphs, recompilations, graph breaks, fallbacks, seconds."""
+        return self._report
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        strategy_registry.register(cls.strategy_name, cls, description="steps executed by ONNX Runtime")
