@@ -1,0 +1,210 @@
+"""Manual optimization: several optimizers, own accumulation, own clipping, gradient penalties."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from modules import FEATURES, Regressor, curve
+from parity import MemoryLogger, assert_fit_parity
+from torch import nn
+
+LATENT = 6
+
+
+class GAN(LightningModule):
+    """Lightning's GAN example: two optimizers, toggled, noise from torch.randn."""
+
+    def __init__(self, lr: float = 0.01) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(LATENT, 16), nn.LeakyReLU(0.2), nn.Linear(16, FEATURES))
+        self.discriminator = nn.Sequential(
+            nn.Linear(FEATURES, 16), nn.LeakyReLU(0.2), nn.Dropout(0.3), nn.Linear(16, 1)
+        )
+
+    def forward(self, z):
+        return self.generator(z)
+
+    def adversarial_loss(self, y_hat, y):
+        return F.binary_cross_entropy_with_logits(y_hat, y)
+
+    def training_step(self, batch, batch_idx):
+        real, _ = batch
+        optimizer_g, optimizer_d = self.optimizers()
+        z = torch.randn(real.shape[0], LATENT)
+        z = z.type_as(real)
+
+        self.toggle_optimizer(optimizer_g)
+        valid = torch.ones(real.size(0), 1).type_as(real)
+        g_loss = self.adversarial_loss(self.discriminator(self(z)), valid)
+        self.log("g_loss", g_loss, prog_bar=True)
+        self.manual_backward(g_loss)
+        optimizer_g.step()
+        optimizer_g.zero_grad()
+        self.untoggle_optimizer(optimizer_g)
+
+        self.toggle_optimizer(optimizer_d)
+        real_loss = self.adversarial_loss(self.discriminator(real), valid)
+        fake = torch.zeros(real.size(0), 1).type_as(real)
+        fake_loss = self.adversarial_loss(self.discriminator(self(z).detach()), fake)
+        d_loss = (real_loss + fake_loss) / 2
+        self.log("d_loss", d_loss, prog_bar=True)
+        self.manual_backward(d_loss)
+        optimizer_d.step()
+        optimizer_d.zero_grad()
+        self.untoggle_optimizer(optimizer_d)
+
+    def configure_optimizers(self):
+        g = torch.optim.SGD(self.generator.parameters(), lr=10 * self.hparams.lr, momentum=0.5)
+        d = torch.optim.RMSprop(self.discriminator.parameters(), lr=self.hparams.lr)
+        return [g, d], []
+
+
+class ToggledGAN(GAN):
+    """The same with the ``toggled_optimizer`` context manager, and one training of both networks in three for G."""
+
+    def training_step(self, batch, batch_idx):
+        real, _ = batch
+        optimizer_g, optimizer_d = self.optimizers()
+        z = torch.randn(real.shape[0], LATENT).type_as(real)
+        with self.toggled_optimizer(optimizer_d):
+            fake = self.discriminator(self(z).detach())
+            d_loss = F.relu(1 - self.discriminator(real)).mean() + F.relu(1 + fake).mean()
+            optimizer_d.zero_grad()
+            self.manual_backward(d_loss)
+            optimizer_d.step()
+            for parameter in self.discriminator.parameters():
+                parameter.data.clamp_(-0.5, 0.5)
+        if (batch_idx + 1) % 3 == 0:
+            with self.toggled_optimizer(optimizer_g):
+                g_loss = -self.discriminator(self(z)).mean()
+                optimizer_g.zero_grad()
+                self.manual_backward(g_loss)
+                optimizer_g.step()
+                self.log("g_loss", g_loss)
+
+
+@pytest.mark.parametrize("make", [GAN, ToggledGAN])
+def test_gan(make):
+    eager, _ = assert_fit_parity(make, curve, max_epochs=9, logger=MemoryLogger)
+    assert eager.trainer.global_step == (108 if make is GAN else 72)
+
+
+class Accumulates(Regressor):
+    """Steps every fourth batch, clips by hand, and steps the scheduler by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        optimizer = self.optimizers()
+        loss = F.mse_loss(self(x), y)
+        self.manual_backward(loss / 4)
+        if (batch_idx + 1) % 4 == 0:
+            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+            optimizer.step()
+            optimizer.zero_grad()
+            self.lr_schedulers().step()
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)]
+
+
+def test_accumulation_clipping_and_scheduler_by_hand():
+    eager, _ = assert_fit_parity(Accumulates, curve, max_epochs=50, logger=MemoryLogger)
+    assert eager.trainer.global_step == 50
+
+
+class Closure(Regressor):
+    """Manual optimization with a closure around forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        optimizer = self.optimizers()
+
+        def closure():
+            loss = F.mse_loss(self(x), y)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure=closure)
+
+
+def test_closure():
+    assert_fit_parity(Closure, curve)
+
+
+class TwoLosses(Regressor):
+    """Two backward calls through one forward: the first keeps the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        optimizer = self.optimizers()
+        hidden = self.body(x)
+        prediction = self.head(hidden)
+        optimizer.zero_grad()
+        self.manual_backward(F.mse_loss(prediction, y), retain_graph=True)
+        self.manual_backward(0.1 * hidden.pow(4).mean() + 0.1 * prediction.abs().mean())
+        optimizer.step()
+
+
+def test_two_backward_calls():
+    assert_fit_parity(TwoLosses, curve)
+
+
+class GradientPenalty(GAN):
+    """WGAN-GP: the penalty differentiates a gradient once more."""
+
+    def training_step(self, batch, batch_idx):
+        real, _ = batch
+        optimizer_g, optimizer_d = self.optimizers()
+        z = torch.randn(real.shape[0], LATENT).type_as(real)
+
+        self.toggle_optimizer(optimizer_d)
+        fake = self(z).detach()
+        alpha = torch.rand(real.shape[0], 1).type_as(real)
+        between = (alpha * real + (1 - alpha) * fake).requires_grad_(True)
+        score = self.discriminator(between)
+        (gradient,) = torch.autograd.grad(score, between, torch.ones_like(score), create_graph=True, retain_graph=True)
+        penalty = ((gradient.norm(2, dim=1) - 1) ** 2).mean()
+        d_loss = self.discriminator(fake).mean() - self.discriminator(real).mean() + 10 * penalty
+        self.log("penalty", penalty)
+        optimizer_d.zero_grad()
+        self.manual_backward(d_loss)
+        optimizer_d.step()
+        self.untoggle_optimizer(optimizer_d)
+
+        self.toggle_optimizer(optimizer_g)
+        g_loss = -self.discriminator(self(z)).mean()
+        optimizer_g.zero_grad()
+        self.manual_backward(g_loss)
+        optimizer_g.step()
+        self.untoggle_optimizer(optimizer_g)
+
+    def configure_optimizers(self):
+        g = torch.optim.SGD(self.generator.parameters(), lr=self.hparams.lr)
+        d = torch.optim.SGD(self.discriminator.parameters(), lr=self.hparams.lr)
+        return [g, d], []
+
+
+def test_gradient_penalty_is_never_dropped():
+    """The penalty's own graph may run in torch; the weights must be eager's. The last bias cancels out of the loss."""
+    still = ["discriminator.3.bias"]
+    eager, _ = assert_fit_parity(GradientPenalty, curve, max_epochs=8, in_ort=(), still=still, logger=MemoryLogger)
+    assert eager.trainer.callback_metrics["penalty"] > 0
