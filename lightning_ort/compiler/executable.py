@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,11 +11,10 @@ from torch import fx
 from lightning_ort.compiler.plan import Fallback, Plan, is_number
 from lightning_ort.compiler.sizes import Sizes
 from lightning_ort.compiler.trace import Traced, Untraceable
+from lightning_ort.runtime.memory import TensorPool
 from lightning_ort.runtime.session import RuntimeConfig
 
 __all__ = ["Executable"]
-
-_ALIGNMENT = 16  # entries; gradients start on cache lines of their own
 
 
 class Executable:
@@ -54,7 +52,7 @@ class Executable:
         try:
             sizes = Sizes(inputs)
             self._allocate = _allocator(others, sizes, device)
-            self._allocate_gradients = _flat_allocator(own, device) or _allocator(own, sizes, device)
+            self._allocate_gradients = _pooled(own, device) or _allocator(own, sizes, device)
             numbers = [o.meta["val"] if isinstance(o, fx.Node) and is_number(o) else o for o in traced.outputs]
             self._numbers = sizes.evaluator([0 if isinstance(n, fx.Node) or n is None else n for n in numbers])
             self.plan = Plan(traced.module, inputs, results, config, device)
@@ -105,24 +103,10 @@ def _allocator(nodes: Sequence[fx.Node], sizes: Sizes, device: torch.device) -> 
     return allocate
 
 
-def _flat_allocator(nodes: Sequence[fx.Node], device: torch.device) -> Allocator | None:
-    """Like :func:`_allocator`, but all tensors are cut from one piece of memory, so that a run whose piece lies where
-    an earlier one lay need not bind them again; ``None`` when their sizes or types do not allow it."""
+def _pooled(nodes: Sequence[fx.Node], device: torch.device) -> Allocator | None:
+    """Like :func:`_allocator`, from a pool; ``None`` when sizes or types do not allow it."""
     vals = [n.meta["val"] for n in nodes]
-    if len(vals) < 2 or len({v.dtype for v in vals}) > 1:
+    if not vals or len({v.dtype for v in vals}) > 1 or not all(isinstance(size, int) for v in vals for size in v.shape):
         return None
-    if not all(isinstance(size, int) for v in vals for size in v.shape):
-        return None
-    parts, start = [], 0
-    for v in vals:
-        shape = tuple(v.shape)
-        strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
-        parts.append((shape, strides, start))
-        start += -(-math.prod(shape) // _ALIGNMENT) * _ALIGNMENT
-    total, dtype, empty = start, vals[0].dtype, torch.empty
-
-    def allocate(inputs: Sequence[Any]) -> list[torch.Tensor]:
-        flat = empty(total, dtype=dtype, device=device)
-        return [flat.as_strided(shape, strides, offset) for shape, strides, offset in parts]
-
-    return allocate
+    pool = TensorPool([v.shape for v in vals], vals[0].dtype, device)
+    return lambda inputs: pool.take()
