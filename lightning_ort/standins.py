@@ -41,7 +41,9 @@ class LogRecorder:
     def __init__(self, log: Callable[..., None], log_dict: Callable[..., None]) -> None:
         self._calls: list[tuple[bool, Any, Any, Any, Any]] = []
         self._log, self._log_dict = log, log_dict
-        self._log_now, self._log_dict_now = torch.compiler.disable(log), torch.compiler.disable(log_dict)
+        why = "logging a metric object is plain Python"
+        self._log_now = torch.compiler.disable(log, reason=why)
+        self._log_dict_now = torch.compiler.disable(log_dict, reason=why)
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Collect; a metric object is logged at once, because its state is what counts."""

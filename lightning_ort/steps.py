@@ -9,9 +9,7 @@ import torch
 import torch._dynamo.config
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-
-# There is no public way to keep a whole package out of the graphs.
-from torch._dynamo import trace_rules
+from torchmetrics import Metric, MetricCollection
 
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.executable import Executable
@@ -43,16 +41,18 @@ class CompiledSteps:
         self._running: StepReport | None = None
         self._observer = DynamoObserver(lambda: self._running, rank_zero_info)
         self._recorder = LogRecorder(module.log, module.log_dict)
-        self._replaced: dict[str, Any] = {name: torch.compiler.disable(getattr(module, name)) for name in _OUTSIDE}
+        self._replaced: dict[str, Any] = {
+            name: torch.compiler.disable(getattr(module, name), reason=f"{name} is plain Python") for name in _OUTSIDE
+        }
         self._replaced |= {"log": self._recorder.log, "log_dict": self._recorder.log_dict}
         backend.on_graph, backend.on_fallback = self._on_graph, self._on_fallback
         self._backend = backend
+        self._replaced_in = [(module.__dict__, self._replaced), *_metric_methods(module)]
         self._compiled: dict[str, Callable[..., Any]] = {}
         self._growing: dict[str, GrowingList] = {}
 
     def install(self) -> None:
         """Prepare Dynamo; :meth:`remove` takes it back."""
-        trace_rules.add("torchmetrics")
         self._setting = torch._dynamo.config.allow_unspec_int_on_nn_module
         # a counter attribute would otherwise be compiled for each of its values
         torch._dynamo.config.allow_unspec_int_on_nn_module = True
@@ -72,23 +72,18 @@ class CompiledSteps:
         report = self._running = self.report.step(name)
         report.calls += 1
         attributes = self._module.__dict__
-        originals = {k: attributes[k] for k in self._replaced if k in attributes}
         lengths = [(k, v, len(v)) for k, v in attributes.items() if type(v) is list]
         standins = self._stand_in(attributes)
         compilations = self._observer.compilations
-        # written past nn.Module.__setattr__, whose checks cost more than a small step
-        attributes.update(self._replaced)
+        hidden = [_replace(*replacement) for replacement in self._replaced_in]
         try:
             result = compiled(*args, **kwargs)
         except BaseException:
             self._recorder.discard()
             raise
         finally:
-            for key in self._replaced:
-                if key in originals:
-                    attributes[key] = originals[key]
-                else:
-                    attributes.pop(key, None)
+            for (namespace, replaced), originals in zip(self._replaced_in, hidden, strict=True):
+                _put_back(namespace, replaced, originals)
             for key, standin in standins.items():
                 standin.flush()
                 if attributes.get(key) is standin:
@@ -126,3 +121,30 @@ class CompiledSteps:
             if entry not in self._running.in_torch:
                 self._running.in_torch.append(entry)
                 rank_zero_info(f"{self._running.name}: {f.operator} runs in torch: {f.reason} ({f.source})")
+
+
+Namespace = dict[str, Any]
+
+
+def _metric_methods(module: LightningModule) -> list[tuple[Namespace, Namespace]]:
+    """Per metric its instance namespace, and its methods kept out of graphs: they are full of plain Python."""
+    return [
+        (m.__dict__, {name: torch.compiler.disable(getattr(m, name), reason="metrics are plain Python") for name in ("forward", "update", "compute")})
+        for m in module.modules()
+        if isinstance(m, (Metric, MetricCollection))
+    ]
+
+
+def _replace(namespace: Namespace, replaced: Namespace) -> Namespace:
+    """Write past ``nn.Module.__setattr__``, whose checks cost more than a small step; returns what was hidden."""
+    originals = {k: namespace[k] for k in replaced if k in namespace}
+    namespace.update(replaced)
+    return originals
+
+
+def _put_back(namespace: Namespace, replaced: Namespace, originals: Namespace) -> None:
+    for key in replaced:
+        if key in originals:
+            namespace[key] = originals[key]
+        else:
+            namespace.pop(key, None)

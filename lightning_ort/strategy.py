@@ -13,7 +13,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import DoublePrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_ort.environment import require_onnxruntime
@@ -182,7 +181,7 @@ class ORTStrategy(SingleDeviceStrategy):
     def on_train_end(self) -> None:
         super().on_train_end()
         if self._print_report:
-            rank_zero_info(str(self._report))
+            print(self._report)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -76,24 +76,35 @@ def evaluate(
         wanted: input numbers whose gradients are taken.
         dtype: compute in this type instead of the inputs' own floating-point types.
     """
+    grad = bool(incoming) or torch.is_grad_enabled()
+    # tensors made in inference mode have no version, by which changes in place are found
+    with torch.inference_mode(False), torch.set_grad_enabled(grad):
+        return _evaluate(region, args, incoming, wanted, dtype)
+
+
+def _evaluate(
+    region: fx.GraphModule,
+    args: Sequence[Any],
+    incoming: Mapping[int, torch.Tensor | None],
+    wanted: Sequence[int],
+    dtype: torch.dtype | None,
+) -> Results:
     local: list[Any] = []
     for i, x in enumerate(args):
         if isinstance(x, torch.Tensor):
-            converted = x.detach().to(dtype) if dtype and x.is_floating_point() else x.detach()
-            x = converted.requires_grad_() if i in wanted and converted is not x else converted.clone()
-            if i in wanted:
-                x = x.detach().requires_grad_()
+            x = x.detach()
+            if dtype and x.is_floating_point():
+                x = x.to(dtype)
+            x = x.requires_grad_() if i in wanted else x.clone()
         local.append(x)
     before = [x._version if isinstance(x, torch.Tensor) else 0 for x in local]
-    with torch.set_grad_enabled(bool(incoming) or torch.is_grad_enabled()):
-        outputs = region(*local)
+    outputs = region(*local)
     gradients: dict[int, torch.Tensor] = {}
     if incoming:
         roots = [outputs[i] for i in incoming]
         seeds = [None if g is None else g.to(r.dtype) for g, r in zip(incoming.values(), roots, strict=True)]
         leaves = [local[i] for i in wanted]
-        with torch.enable_grad():
-            found = torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
+        found = torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
         gradients = {i: g.detach() for i, g in zip(wanted, found, strict=True) if g is not None}
     return Results(
         {i: o.detach() for i, o in enumerate(outputs) if isinstance(o, torch.Tensor)},

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
+import sysconfig
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 # Dynamo tells these things to its own log files only; this module is the one place that reads its records.
@@ -16,7 +19,7 @@ from lightning_ort.report import GraphBreak, InTorch, StepReport
 
 __all__ = ["DynamoObserver"]
 
-log = logging.getLogger(__name__)
+_LIBRARIES = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))
 
 
 class DynamoObserver(logging.Handler):
@@ -64,9 +67,7 @@ class DynamoObserver(logging.Handler):
         if len(reasons) < self._breaks:  # cleared by torch.compiler.reset
             self._breaks = 0
         for reason in reasons[self._breaks :]:
-            frame = reason.user_stack[-1] if reason.user_stack else None
-            source = f"{frame.filename}:{frame.lineno}: {frame.line}" if frame else ""
-            entry = GraphBreak(_summary(str(reason.reason)), source)
+            entry = GraphBreak(_why(str(reason.reason)), _users_line(reason.user_stack))
             if entry not in report.graph_breaks:
                 report.graph_breaks.append(entry)
         self._breaks = len(reasons)
@@ -131,3 +132,18 @@ class DynamoObserver(logging.Handler):
 def _summary(text: str) -> str:
     """The first line that says something."""
     return next((line.strip() for line in text.splitlines() if line.strip()), text)
+
+
+def _why(text: str) -> str:
+    """Dynamo's explanation of a graph break: the reason we gave when we put something outside, or its own summary."""
+    match = re.search(r"disabled function .* with the reason: (.+?)\.?$|Reason: (.+)|reason: (.+)", text, re.MULTILINE)
+    found = next((g for g in match.groups() if g), None) if match else None
+    return found.strip() if found and found != "None" else _summary(text)
+
+
+def _users_line(stack: Sequence[Any]) -> str:
+    """The innermost line that is not in a library."""
+    if not stack:
+        return ""
+    frame = next((f for f in reversed(stack) if not f.filename.startswith(_LIBRARIES)), stack[-1])
+    return f"{frame.filename}:{frame.lineno}: {frame.line}"
