@@ -20,6 +20,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_f
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_ort.compiler import decompositions
+from lightning_ort.compiler.decompositions.composites import composites
 from lightning_ort.compiler.draws import DRAWS, layout_of
 
 __all__ = ["Derivative", "Traced", "Untraceable", "fake_inputs", "trace"]
@@ -135,6 +136,7 @@ def _functional_graph(joint: Any, fakes: list[Any], tangents: list[Any], *, grad
     with contextlib.ExitStack() as stack:
         stack.enter_context(mode)
         stack.enter_context(enable_python_dispatcher())
+        stack.enter_context(composites())
         stack.enter_context(_plain_kernels())
         stack.enter_context(fx.traceback.preserve_node_meta())
         stack.enter_context(torch.set_grad_enabled(grad))
@@ -148,7 +150,9 @@ def _functional_graph(joint: Any, fakes: list[Any], tangents: list[Any], *, grad
         except Untraceable:
             raise
         except Exception as error:
-            raise Untraceable(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}") from error
+            raise Untraceable(
+                f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+            ) from error
     # make_fx keeps the nested signature in its code generator; the graph is used flat from here on
     module.graph.set_codegen(fx.graph.CodeGen())
     return module

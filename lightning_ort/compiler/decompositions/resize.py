@@ -1,0 +1,163 @@
+"""Interpolation as products with constant matrices, one per dimension."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_ort.compiler.decompositions.composites import composes
+
+aten = torch.ops.aten
+
+Weights = Callable[[int, int, Any], np.ndarray]
+"""(input size, output size, scale factor or None) to the matrix (output size, input size)."""
+
+
+def _ratio(size: int, out: int, scale: float | None) -> float:
+    return 1 / scale if scale is not None and scale > 0 else size / out
+
+
+def _nearest(offset: float) -> Weights:
+    def weights(size: int, out: int, scale: float | None) -> np.ndarray:
+        # torch computes these positions in single precision
+        ratio = np.float32(_ratio(size, out, scale))
+        source = np.floor((np.arange(out, dtype=np.float32) + np.float32(offset)) * ratio).astype(np.int64)
+        return np.eye(size)[np.minimum(source, size - 1)]
+
+    return weights
+
+
+def _positions(size: int, out: int, scale: float | None, align_corners: bool) -> np.ndarray:
+    if align_corners:
+        return np.arange(out) * ((size - 1) / (out - 1) if out > 1 else 0.0)
+    return (np.arange(out) + 0.5) * _ratio(size, out, scale) - 0.5
+
+
+def _linear(align_corners: bool) -> Weights:
+    def weights(size: int, out: int, scale: float | None) -> np.ndarray:
+        position = np.maximum(_positions(size, out, scale, align_corners), 0)
+        low = np.minimum(np.floor(position).astype(np.int64), size - 1)
+        high = np.minimum(low + 1, size - 1)
+        fraction = np.clip(position - low, 0, 1)[:, None]
+        eye = np.eye(size)
+        return (1 - fraction) * eye[low] + fraction * eye[high]
+
+    return weights
+
+
+def _cubic(align_corners: bool) -> Weights:
+    def weights(size: int, out: int, scale: float | None) -> np.ndarray:
+        position = _positions(size, out, scale, align_corners)
+        base = np.floor(position).astype(np.int64)
+        matrix, eye = np.zeros((out, size)), np.eye(size)
+        for k in range(-1, 3):
+            distance = np.abs(position - base - k)[:, None]
+            matrix += _cubic_kernel(distance, -0.75) * eye[np.clip(base + k, 0, size - 1)]
+        return matrix
+
+    return weights
+
+
+def _cubic_kernel(d: np.ndarray, a: float) -> np.ndarray:
+    near = ((a + 2) * d - (a + 3)) * d * d + 1
+    far = ((d - 5) * d + 8) * d * a - 4 * a
+    return np.where(d <= 1, near, np.where(d < 2, far, 0))
+
+
+def _smoothed(support: float, kernel: Callable[[np.ndarray], np.ndarray], align_corners: bool) -> Weights:
+    """Antialiased interpolation: the kernel is widened by the factor by which the image shrinks."""
+
+    def weights(size: int, out: int, scale: float | None) -> np.ndarray:
+        if align_corners:
+            ratio = (size - 1) / (out - 1) if out > 1 else 0.0
+        else:
+            ratio = _ratio(size, out, scale)
+        width = max(ratio, 1.0)
+        matrix = np.zeros((out, size))
+        for i in range(out):
+            center = ratio * (i + 0.5)
+            first = max(int(center - support * width + 0.5), 0)
+            last = min(int(center + support * width + 0.5), size)
+            row = kernel((np.arange(first, last) - center + 0.5) / width)
+            matrix[i, first:last] = row / row.sum()
+        return matrix
+
+    return weights
+
+
+def _triangle(d: np.ndarray) -> np.ndarray:
+    return np.maximum(1 - np.abs(d), 0)
+
+
+def _constant(matrix: np.ndarray, like: Tensor) -> Tensor:
+    return torch.tensor(matrix.tolist(), dtype=like.dtype, device=like.device)
+
+
+def _resized(x: Tensor, sizes: Sequence[Any], scales: Sequence[float | None], weights: Weights) -> Any:
+    spatial = len(sizes)
+    if not all(isinstance(s, int) for s in (*x.shape[-spatial:], *sizes)) or not x.is_floating_point():
+        return NotImplemented
+    for i in range(spatial):
+        dim = x.dim() - spatial + i
+        size, out = int(x.shape[dim]), int(sizes[i])
+        if size == out and (scales[i] is None or scales[i] == 1):
+            continue
+        matrix = weights(size, out, scales[i])
+        if dim == x.dim() - 1:
+            x = x @ _constant(matrix.T, x)
+        elif dim == x.dim() - 2:
+            x = _constant(matrix, x) @ x
+        else:
+            moved = x.flatten(dim + 1)
+            x = (_constant(matrix, x) @ moved).reshape(*x.shape[:dim], out, *x.shape[dim + 1 :])
+    return x
+
+
+def _sizes(x: Tensor, output_size: Sequence[Any] | None, factors: Sequence[float] | None) -> tuple[Any, Any]:
+    """Output sizes and scale factors from the arguments of a ``vec`` overload."""
+    if output_size is not None:
+        return output_size, [None] * len(output_size)
+    assert factors is not None
+    spatial = x.shape[2:]
+    if not all(isinstance(s, int) for s in spatial):
+        return list(spatial), factors
+    return [math.floor(s * f) for s, f in zip(spatial, factors, strict=True)], factors
+
+
+def _register_plain(packet: Any, weights: Weights) -> None:
+    @composes(packet.vec)
+    def vec(x: Tensor, output_size: Any, scale_factors: Any) -> Any:
+        return _resized(x, *_sizes(x, output_size, scale_factors), weights)
+
+    @composes(packet.default)
+    def plain(x: Tensor, output_size: Any, *scales: float | None) -> Any:
+        return _resized(x, output_size, [*scales, *([None] * (len(output_size) - len(scales)))], weights)
+
+
+def _register_aligned(packet: Any, make: Callable[[bool], Weights]) -> None:
+    @composes(packet.vec)
+    def vec(x: Tensor, output_size: Any, align_corners: bool, scale_factors: Any) -> Any:
+        return _resized(x, *_sizes(x, output_size, scale_factors), make(align_corners))
+
+    @composes(packet.default)
+    def plain(x: Tensor, output_size: Any, align_corners: bool, *scales: float | None) -> Any:
+        scales = (*scales, *([None] * (len(output_size) - len(scales))))
+        return _resized(x, output_size, scales, make(align_corners))
+
+
+for _packet in (aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d):
+    _register_plain(_packet, _nearest(0.0))
+for _packet in (aten._upsample_nearest_exact1d, aten._upsample_nearest_exact2d, aten._upsample_nearest_exact3d):
+    _register_plain(_packet, _nearest(0.5))
+for _packet in (aten.upsample_linear1d, aten.upsample_bilinear2d, aten.upsample_trilinear3d):
+    _register_aligned(_packet, _linear)
+_register_aligned(aten.upsample_bicubic2d, _cubic)
+_register_aligned(aten._upsample_bilinear2d_aa, lambda align: _smoothed(1.0, _triangle, align))
+_register_aligned(
+    aten._upsample_bicubic2d_aa, lambda align: _smoothed(2.0, lambda d: _cubic_kernel(np.abs(d), -0.5), align)
+)
