@@ -11,25 +11,24 @@ from lightning_ort.compiler.checking import forked_rng
 __all__ = ["LossStep", "PairStep"]
 
 
-class _Kept:
-    """Inputs of a run, kept so that torch can compute its gradients again.
+def _keep(ctx: Any, args: Any, also: Any = ()) -> None:
+    """Keep the inputs of a run, so that torch can compute its gradients again.
 
     Tensors go through ``save_for_backward``, which notices when one of them was changed since.
     """
+    tensors = [x for x in args if isinstance(x, torch.Tensor)]
+    ctx.save_for_backward(*tensors, *also)
+    ctx.n_tensors = len(tensors)
+    ctx.numbers = None if len(tensors) == len(args) else [None if isinstance(x, torch.Tensor) else x for x in args]
 
-    def __init__(self, ctx: Any, region: Any, args: Any, also: Any = ()) -> None:
-        self._positions = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
-        self._rest = [None if isinstance(x, torch.Tensor) else x for x in args]
-        ctx.save_for_backward(*[args[i] for i in self._positions], *also)
 
-    def args(self, ctx: Any) -> list[Any]:
-        result = list(self._rest)
-        for i, tensor in zip(self._positions, ctx.saved_tensors, strict=False):
-            result[i] = tensor
-        return result
-
-    def also(self, ctx: Any) -> Any:
-        return ctx.saved_tensors[len(self._positions) :]
+def _kept(ctx: Any) -> list[Any]:
+    """The inputs of the run."""
+    tensors = ctx.saved_tensors[: ctx.n_tensors]
+    if ctx.numbers is None:
+        return list(tensors)
+    remaining = iter(tensors)
+    return [next(remaining) if number is None else number for number in ctx.numbers]
 
 
 class LossStep(torch.autograd.Function):
@@ -40,10 +39,11 @@ class LossStep(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.region, ctx.loss = region, region.loss_output
         ctx.rng = forked_rng.state(region.device) if region.has_draws else None
-        ctx.kept = _Kept(ctx, region, args)
+        _keep(ctx, args)
         outputs, ctx.gradients = region.run_loss(args)
         ctx.positions = region.outputs_by_position
-        ctx.mark_non_differentiable(*[outputs[i] for i in region.not_differentiable])
+        if region.not_differentiable:
+            ctx.mark_non_differentiable(*[outputs[i] for i in region.not_differentiable])
         return tuple(outputs)
 
     @staticmethod
@@ -56,7 +56,7 @@ class LossStep(torch.autograd.Function):
         if again or gradients is None or set(arrived) != {ctx.loss}:
             if set(arrived) != {ctx.loss} and not again:
                 ctx.region.use_pair()
-            found = ctx.region.recompute(ctx.kept.args(ctx), ctx.rng, arrived, create_graph=again)
+            found = ctx.region.recompute(_kept(ctx), ctx.rng, arrived, create_graph=again)
             return (None, None, *found)
         # a comparison would wait for the device; on the CPU it saves a pass over all gradients
         factor: Any = arrived[ctx.loss]
@@ -76,11 +76,12 @@ class PairStep(torch.autograd.Function):
         ctx.region, ctx.pair = region, pair
         ctx.rng = forked_rng.state(region.device) if region.has_draws else None
         outputs, kept = region.run_forward(pair, args)
-        ctx.numbers = [None if isinstance(x, torch.Tensor) else x for x in kept]
-        ctx.kept = _Kept(ctx, region, args, [x for x in kept if isinstance(x, torch.Tensor)])
+        ctx.kept_numbers = [None if isinstance(x, torch.Tensor) else x for x in kept]
+        _keep(ctx, args, [x for x in kept if isinstance(x, torch.Tensor)])
         ctx.shapes = [(o.shape, o.dtype) for o in outputs]
         ctx.positions = region.outputs_by_position
-        ctx.mark_non_differentiable(*[outputs[i] for i in region.not_differentiable])
+        if region.not_differentiable:
+            ctx.mark_non_differentiable(*[outputs[i] for i in region.not_differentiable])
         return tuple(outputs)
 
     @staticmethod
@@ -90,10 +91,10 @@ class PairStep(torch.autograd.Function):
         if not arrived:
             return (None, None, None, *([None] * len(region.wanted)))
         if torch.is_grad_enabled():
-            found = region.recompute(ctx.kept.args(ctx), ctx.rng, arrived, create_graph=True)
+            found = region.recompute(_kept(ctx), ctx.rng, arrived, create_graph=True)
             return (None, None, None, *found)
-        tensors = iter(ctx.kept.also(ctx))
-        kept = [next(tensors) if number is None else number for number in ctx.numbers]
+        tensors = iter(ctx.saved_tensors[ctx.n_tensors :])
+        kept = [next(tensors) if number is None else number for number in ctx.kept_numbers]
         by_output = {ctx.positions[p]: p for p in ctx.positions}
         tangents = []
         for output in sorted(by_output):
@@ -104,7 +105,7 @@ class PairStep(torch.autograd.Function):
             tangents.append(gradient)
         found = region.run_backward(ctx.pair, kept, tangents)
         if not ctx.pair.verified:
-            region.check_backward(ctx.kept.args(ctx), ctx.rng, arrived, found)
+            region.check_backward(_kept(ctx), ctx.rng, arrived, found)
             ctx.pair.verified = True
         region.learn_from(arrived)
         return (None, None, None, *found)

@@ -50,6 +50,13 @@ class Region:
 
     Raises:
         Untraceable: the graph has no functional form.
+
+    Attributes:
+        wanted: numbers of the inputs that want a gradient.
+        loss_output: number of the output whose gradients a run computes along with the outputs.
+        has_draws: whether a run advances torch's random state.
+        outputs_by_position: position among the tensors of a run to the number of the differentiable output it is.
+        not_differentiable: positions among the tensors of a run that have no gradient.
     """
 
     def __init__(
@@ -76,7 +83,7 @@ class Region:
         differentiable = self._layout.differentiable
         if not (torch.is_grad_enabled() and self.wanted and differentiable):
             self._plain = self._compile(Derivative.NONE, ())
-            self._layout.learn(self._plain)
+            self._arranged_as(self._plain)
             return
         scalars = [i for i in differentiable if self._layout.values[i].numel() == 1]
         if len(scalars) == 1:
@@ -96,7 +103,7 @@ class Region:
         """From now on, compute the gradients of the scalar ``output`` together with the outputs."""
         self.loss_output = output
         self._loss = self._compile(Derivative.LOSS, [output])
-        self._layout.learn(self._loss)
+        self._arranged_as(self._loss)
 
     def use_pair(self) -> None:
         """From now on, compute gradients when they arrive, in a graph of their own."""
@@ -110,13 +117,18 @@ class Region:
             self._on_compiled(backward)
             self._pair = Pair(forward, backward, partition.kept, verified=not self._verify)
         self._pair.general |= was_loss
-        self._layout.learn(self._pair.forward)
+        self._arranged_as(self._pair.forward)
 
     def _trace(self, derivative: Derivative, differentiated: Sequence[int]) -> Traced:
         traced = trace(self.graph, self._fakes, derivative, differentiated)
         traced.outputs = [None if i in self._layout.views else o for i, o in enumerate(traced.outputs)]
         self.has_draws = bool(traced.draws)
         return traced
+
+    def _arranged_as(self, executable: Executable) -> None:
+        self._layout.learn(executable)
+        self.outputs_by_position = self._layout.differentiable_positions
+        self.not_differentiable = self._layout.not_differentiable
 
     def learn_from(self, arrived: Mapping[int, torch.Tensor]) -> None:
         """Gradients that arrive at a single scalar make it the loss of the runs to come."""
@@ -255,16 +267,6 @@ class Region:
                     allow_unused=True,
                 )
             )
-
-    @property
-    def outputs_by_position(self) -> dict[int, int]:
-        """Position among the tensors of a run to the number of the differentiable output it is."""
-        return self._layout.differentiable_positions
-
-    @property
-    def not_differentiable(self) -> list[int]:
-        """Positions among the tensors of a run that have no gradient."""
-        return self._layout.not_differentiable
 
 
 def gradients_of(
