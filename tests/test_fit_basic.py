@@ -1,4 +1,4 @@
-"""One fit under ``"ort"`` is one fit under ``"auto"``: weights, buffers, random stream, hooks, and what is left behind."""
+"""A fit under ``"ort"`` is a fit under ``"auto"``: weights, buffers, random stream, hooks, what is left behind."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def test_scheduler(scheduler, config):
 
 
 class Overrides(LightningModule):
-    """Overrides the hooks of the optimization loop: warm-up by hand, own clipping, own zero_grad, own scheduler step."""
+    """Overrides the hooks of the optimization loop: warm-up by hand, clipping, zero_grad, scheduler step."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,0 +1,156 @@
+"""What is not supported is refused before any training, in words that name the flag, and nothing is changed."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from modules import Regressor, curve
+from parity import STRATEGY, assert_same_state, make_trainer, quiet, state_of
+
+if STRATEGY != "ort":
+    pytest.skip("refusals are those of strategy='ort'", allow_module_level=True)
+
+import onnxruntime
+
+from lightning_ort import ORTStrategy
+
+
+class Prepared(Regressor):
+    """Brings an optimizer that already has moments, and counts its steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+        self.optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        self(torch.ones(2, 12)).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def training_step(self, batch, batch_idx):
+        self.steps += 1
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self):
+        return self.optimizer
+
+
+def assert_refused(match: str, **flags) -> BaseException:
+    """Trainer and fit raise an error that matches; module and optimizer are as they were and train elsewhere."""
+    module = Prepared()
+    state, moments = state_of(module), copy.deepcopy(module.optimizer.state_dict())
+    attributes = sorted(vars(module))
+    with quiet(), pytest.raises(Exception, match=match) as error:
+        make_trainer(**flags).fit(module, curve())
+    assert type(error.value) is not Exception
+    assert len(str(error.value)) > 20
+    assert module.steps == 0, "training had begun"
+    assert_same_state(state, state_of(module), 0)
+    assert all(p.grad is None and p.requires_grad for p in module.parameters())
+    after = module.optimizer.state_dict()
+    assert after["param_groups"] == moments["param_groups"]
+    for index, values in moments["state"].items():
+        assert all(torch.equal(after["state"][index][name], value) for name, value in values.items())
+    assert set(vars(module)) - set(attributes) <= {"_trainer"}
+    with quiet():
+        make_trainer("auto", max_steps=2).fit(module, curve())
+    assert module.steps == 2
+    return error.value
+
+
+def test_several_devices():
+    assert_refused(r"devices=\D*2|2\D*devices=1|devices=1", devices=2)
+
+
+def test_several_devices_by_object():
+    assert_refused(r"devices", devices=2, strategy=ORTStrategy())
+
+
+def test_several_nodes():
+    assert_refused(r"num_nodes=2", num_nodes=2)
+
+
+def test_several_nodes_by_object():
+    assert_refused(r"num_nodes=2", num_nodes=2, strategy=ORTStrategy())
+
+
+def test_sync_batchnorm():
+    assert_refused(r"sync_batchnorm", sync_batchnorm=True)
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "16-true", "bf16-true", "transformer-engine"])
+@pytest.mark.filterwarnings("ignore:.*16-mixed.*")
+def test_precision(precision):
+    """Lightning turns 16-mixed into bf16-mixed on the CPU before a strategy can see it."""
+    assert_refused(r"(?i)precision|bf16|16-|transformer.engine", precision=precision)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-true"])
+def test_precision_by_object(precision):
+    error = assert_refused(r"precision", precision=precision, strategy=ORTStrategy())
+    assert precision in str(error)
+
+
+@pytest.mark.parametrize("provider", ["CUDAExecutionProvider", "TensorrtExecutionProvider", "NoSuchProvider"])
+def test_provider_that_is_not_there(provider):
+    available = onnxruntime.get_available_providers()
+    if provider in available:
+        pytest.skip(f"this ONNX Runtime has {provider}")
+    with pytest.raises(Exception, match=provider) as error:
+        ORTStrategy(providers=[provider])
+    assert all(name in str(error.value) for name in available)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"on_unsupported": "ignore"}, "on_unsupported"),
+        ({"providers": []}, "providers"),
+        ({"providers": "CPUExecutionProvider"}, "providers"),
+        ({"providers": ["CPUExecutionProvider"], "provider_options": [{}, {}]}, "provider_options"),
+        ({"provider_options": {"CUDAExecutionProvider": {}}}, "provider_options|CUDAExecutionProvider"),
+        ({"session_options": {"no_such_option": 1}}, "no_such_option"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else "-".join(f"{k}={v}" for k, v in value.items()),
+)
+def test_arguments(arguments, match):
+    """Wrong arguments are named by the constructor, with the value that was given."""
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=match):
+        ORTStrategy(**arguments)
+
+
+class Unsupported(Regressor):
+    """An operation that ONNX cannot express: a Fourier transform."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        spectrum = torch.fft.rfft(self.body(x)).abs().mean(-1, keepdim=True)
+        return torch.nn.functional.mse_loss(self.head(self.body(x)) + spectrum, y)
+
+
+def test_unsupported_operation_is_refused_on_request():
+    """on_unsupported="error" names the operation and the line of the user's file; the weights are untouched."""
+    module = Unsupported()
+    state = state_of(module)
+    with quiet(), pytest.raises(Exception, match="fft") as error:
+        make_trainer(ORTStrategy(on_unsupported="error")).fit(module, curve())
+    assert "test_refusals.py" in str(error.value)
+    assert_same_state(state, state_of(module), 0)
+
+
+def test_unsupported_operation_runs_in_torch_and_is_reported():
+    """By default it trains, with eager's weights, and the report says what ran in torch, why and where."""
+    states = []
+    for strategy in ("auto", "ort"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        module, trainer = Unsupported(), make_trainer(strategy)
+        with quiet():
+            trainer.fit(module, curve())
+        states.append(state_of(module))
+    assert_same_state(*states)
+    in_torch = trainer.strategy.report()["training_step"].in_torch
+    assert any("fft" in entry.what + entry.reason for entry in in_torch)
+    assert any("test_refusals.py" in entry.source for entry in in_torch)
+    assert "fft" in str(trainer.strategy.report())
