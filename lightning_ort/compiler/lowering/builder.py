@@ -56,6 +56,7 @@ class GraphBuilder:
         self.initializers: list[ir.Value] = []
         self._values: dict[fx.Node, Any] = {}
         self._constants: dict[Any, ir.Value] = {}
+        self._checks: list[ir.Value] = []
         self._scope = "graph"
 
     # -- what the graph consists of ---------------------------------------------------------------------------------
@@ -87,18 +88,21 @@ class GraphBuilder:
         function = LOWERINGS.get(node.target)
         if function is None:
             raise NotLowered(f"no ONNX form for {node.target}")
-        written, self._scope = len(self.nodes), node.name
+        written, checks, self._scope = len(self.nodes), len(self._checks), node.name
         try:
             self._values[node] = function(self, node, *node.args, **node.kwargs)
         except NotLowered:
-            del self.nodes[written:]
+            del self.nodes[written:], self._checks[checks:]
             raise
 
     def model(self, outputs: Sequence[fx.Node]) -> ir.Model:
         """The finished model; ``outputs`` become graph outputs under the names of their fx nodes."""
-        results = []
+        results: list[ir.Value] = []
         for node in outputs:
             value = self.value(node)
+            if self._checks and isinstance(node.meta["val"], torch.Tensor):
+                value = self._checked(value, node)
+                self._checks = []
             # A graph output needs a name of its own, also when it is an input or stands for two outputs.
             out = self.op("Identity", value)
             out.name = f"out_{node.name}_{len(results)}"
@@ -131,6 +135,31 @@ class GraphBuilder:
             value.name = f"{name}_{i}"
         self.nodes.append(node)
         return node.outputs[0] if outputs == 1 else tuple(node.outputs)
+
+    def require(self, condition: ir.Value, message: str) -> None:
+        """Make a run fail unless ``condition``, a bool scalar, holds; the error of ONNX Runtime quotes ``message``.
+
+        ONNX has no assertion. This one reads an element that is not there, and the result depends on it.
+        """
+        position = self.op("Where", condition, self.constant(0, torch.int64), self.constant(1, torch.int64))
+        check = self.op("Gather", self.ints([0]), position, axis=0)
+        check.producer().name = f"{self._scope}: {message}"
+        self._checks.append(check)
+
+    def _checked(self, value: ir.Value, node: fx.Node) -> ir.Value:
+        """``value`` reshaped by computed sizes of 0, which keep the shape: not to be had unless all checks hold."""
+        zero = self._checks[0]
+        for check in self._checks[1:]:
+            zero = self.op("Add", zero, check)
+        rank = rank_of(node)
+        if rank:
+            return self.op("Reshape", value, self.op("Expand", zero, self.ints([rank])))
+        vector = self.op("Reshape", self.op("Reshape", value, self.ints([1])), self.op("Expand", zero, self.ints([1])))
+        return self.op("Reshape", vector, self.ints([]))
+
+    def knows(self, node: fx.Node) -> bool:
+        """Whether ``node`` has a value in this graph; another part of the step may have computed it instead."""
+        return node in self._values
 
     def value(self, node: fx.Node, index: int | None = None) -> ir.Value:
         """ONNX value of ``node``, as it is; ``index`` picks one of several results."""

@@ -30,7 +30,7 @@ def filled(g: GraphBuilder, node: fx.Node, size: Sequence[Dim] | ir.Value, value
     if isinstance(value, fx.Node):
         return g.op("Expand", g.operand(value, dtype), shape)
     if not isinstance(size, ir.Value) and all(isinstance(d, int) for d in size):
-        sizes = [int(d) for d in size]  # type: ignore[arg-type]
+        sizes = [int(d) for d in size]
         if math.prod(sizes) <= STORED:
             return g.constant(np.full(sizes, value), dtype)
     element = ir.tensor(np.asarray([value]).astype(NUMPY[dtype]))
@@ -134,3 +134,13 @@ def eye(g: GraphBuilder, node: fx.Node, n: Dim, m: Any = None, **_: Any) -> ir.V
     count = g.operand(n, torch.int64), g.operand(n if m is None else m, torch.int64)
     first, second = (g.op("Range", g.constant(0, torch.int64), c, g.constant(1, torch.int64)) for c in count)
     return g.cast(g.op("Equal", g.op("Unsqueeze", first, g.ints([1])), second), torch.bool, dtype)
+
+
+@lowers(aten.tril_indices.default)
+def tril_indices(g: GraphBuilder, node: fx.Node, row: int, col: int, offset: int = 0, **_: Any) -> ir.Value:
+    return g.constant(np.stack(np.tril_indices(row, offset, col)), dtype_of(node))
+
+
+@lowers(aten.triu_indices.default)
+def triu_indices(g: GraphBuilder, node: fx.Node, row: int, col: int, offset: int = 0, **_: Any) -> ir.Value:
+    return g.constant(np.stack(np.triu_indices(row, offset, col)), dtype_of(node))

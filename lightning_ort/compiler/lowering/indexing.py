@@ -21,7 +21,9 @@ def _as_vector(g: GraphBuilder, value: ir.Value, rank: int) -> ir.Value:
 
 
 @lowers(aten.gather.default)
-def gather(g: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, *, sparse_grad: bool = False) -> ir.Value:
+def gather(
+    g: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, *, sparse_grad: bool = False
+) -> ir.Value:
     data, positions = _as_vector(g, g.value(x), rank_of(x)), _as_vector(g, g.value(index), rank_of(index))
     result = g.op("GatherElements", data, positions, axis=positive(dim, rank_of(x)))
     return result if rank_of(index) else g.op("Reshape", result, g.ints([]))
@@ -117,31 +119,36 @@ def scatter_reduce(
     return scattered(g, node, x, dim, index, _source(g, src, index, dtype_of(x)), _checked(reduce))
 
 
-def _positions(g: GraphBuilder, indices: Sequence[fx.Node | None]) -> tuple[list[int], list[ir.Value]]:
+def is_mask(index: fx.Node) -> bool:
+    return dtype_of(index) in (torch.bool, torch.uint8)
+
+
+def index_values(g: GraphBuilder, indices: Sequence[fx.Node | None]) -> tuple[list[int], list[ir.Value]]:
     """The indexed dimensions and their int64 indices."""
     dims = [d for d, i in enumerate(indices) if i is not None]
     values = []
     for d in dims:
         index = indices[d]
         assert index is not None
-        if dtype_of(index) in (torch.bool, torch.uint8):
+        if is_mask(index):
             raise NotLowered("indexing by a boolean mask: the size of the result depends on the data")
         values.append(g.operand(index, torch.int64))
     return dims, values
 
 
-def _index_rank(indices: Sequence[fx.Node | None]) -> int:
+def broadcast_rank(indices: Sequence[fx.Node | None]) -> int:
+    """Number of dimensions of the indices broadcast together."""
     return max(rank_of(i) for i in indices if i is not None)
 
 
 @lowers(aten.index.Tensor, aten._unsafe_index.Tensor)
 def index(g: GraphBuilder, node: fx.Node, x: fx.Node, indices: Sequence[fx.Node | None]) -> ir.Value:
-    dims, values = _positions(g, indices)
+    dims, values = index_values(g, indices)
     if not dims:
         return g.value(x)
     if len(dims) == 1:
         return g.op("Gather", g.value(x), values[0], axis=dims[0])
-    rank, index_rank = rank_of(x), _index_rank(indices)
+    rank, index_rank = rank_of(x), broadcast_rank(indices)
     others = [d for d in range(rank) if d not in dims]
     data = g.value(x)
     if dims != list(range(len(dims))):
@@ -163,7 +170,7 @@ def result_position(dims: Sequence[int]) -> int:
 
 def coordinates(g: GraphBuilder, indices: Sequence[fx.Node | None]) -> ir.Value:
     """The indices, broadcast together, as rows of coordinates in the last dimension."""
-    _, values = _positions(g, indices)
+    _, values = index_values(g, indices)
     nodes = [i for i in indices if i is not None]
     if not all(same_shape(shape_of(nodes[0]), shape_of(n)) for n in nodes):
         common = values[0]
@@ -171,5 +178,13 @@ def coordinates(g: GraphBuilder, indices: Sequence[fx.Node | None]) -> ir.Value:
             common = g.op("Add", common, other)
         shape = g.op("Shape", common)
         values = [g.op("Expand", v, shape) for v in values]
-    rank = _index_rank(indices)
+    rank = broadcast_rank(indices)
     return g.op("Concat", *(g.op("Unsqueeze", v, g.ints([rank])) for v in values), axis=rank)
+
+
+@lowers(aten.put.default)
+def put(g: GraphBuilder, node: fx.Node, x: fx.Node, index: fx.Node, src: fx.Node, accumulate: bool = False) -> ir.Value:
+    """Writing to the tensor taken as a vector."""
+    data, positions, updates = (g.op("Reshape", g.value(v), g.ints([-1])) for v in (x, index, src))
+    reduction = "add" if accumulate else "none"
+    return g.op("Reshape", g.op("ScatterElements", data, positions, updates, axis=0, reduction=reduction), g.shape(x))

@@ -20,14 +20,14 @@ def _is_transpose(arg: fx.Node) -> bool:
     if rank_of(arg) != 2 or arg.op != "call_function":
         return False
     if arg.target is aten.permute.default:
-        return [d % 2 for d in arg.args[1]] == [1, 0]  # type: ignore[union-attr]
+        return [d % 2 for d in arg.args[1]] == [1, 0]
     return arg.target is aten.t.default or (arg.target is aten.transpose.int and arg.args[1] != arg.args[2])
 
 
 def _matrix(g: GraphBuilder, arg: fx.Node) -> tuple[ir.Value, int]:
     """The operand of a Gemm and its ``trans`` flag; a transposition is looked through."""
     if _is_transpose(arg):
-        return g.value(arg.args[0]), 1  # type: ignore[arg-type]
+        return g.value(arg.args[0]), 1
     return g.value(arg), 0
 
 
@@ -65,9 +65,7 @@ def addmm(
     if dtype_of(node) not in GEMM_TYPES or _inner_is_empty(a) or not numbers or beta == 0:
         return baddbmm(g, node, c, a, b, beta=beta, alpha=alpha)
     (x, trans_a), (y, trans_b) = _matrix(g, a), _matrix(g, b)
-    return g.op(
-        "Gemm", x, y, g.value(c), alpha=float(alpha), beta=float(beta), transA=trans_a, transB=trans_b
-    )
+    return g.op("Gemm", x, y, g.value(c), alpha=float(alpha), beta=float(beta), transA=trans_a, transB=trans_b)
 
 
 @lowers(aten.baddbmm.default)

@@ -65,10 +65,10 @@ def sum_all(g: GraphBuilder, node: fx.Node, x: fx.Node, *, dtype: Any = None) ->
 def mean(
     g: GraphBuilder, node: fx.Node, x: fx.Node, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> ir.Value:
-    axes = _axes(x, dim)
-    if any(isinstance(n, int) and n == 0 for n in (shape_of(x)[a] for a in axes)):
-        return g.op("Expand", g.constant(math.nan, dtype_of(node)), g.shape(node, g.value(x)))
-    return reduced(g, "ReduceMean", g.operand(x, dtype_of(node)), axes, keepdim)
+    dtype, axes = dtype_of(node), _axes(x, dim)
+    if is_empty(x):  # where ONNX Runtime says 0
+        return g.op("Add", reduced(g, "ReduceSum", g.operand(x, dtype), axes, keepdim), g.constant(math.nan, dtype))
+    return reduced(g, "ReduceMean", g.operand(x, dtype), axes, keepdim)
 
 
 @lowers(aten.mean.default)
@@ -92,18 +92,21 @@ def prod(
     return g.cast(reduced(g, "ReduceProd", g.operand(x, wide), _axes(x, dim), keepdim), wide, kind)
 
 
-def extremum(
-    g: GraphBuilder, x: fx.Node, op_type: str, dim: Any, keepdim: bool, *, propagate_nan: bool = True
+def _extremum(
+    g: GraphBuilder, value: ir.Value, dtype: torch.dtype, op_type: str, axes: Sequence[int], keepdim: bool
 ) -> ir.Value:
     """ReduceMax or ReduceMin; ONNX Runtime's own ignore NaN, torch's return it."""
-    dtype, axes = dtype_of(x), _axes(x, dim)
     wide = torch.int32 if dtype == torch.int16 else dtype
-    value = g.operand(x, wide)
+    value = g.cast(value, dtype, wide)
     result = reduced(g, op_type, value, axes, keepdim)
-    if propagate_nan and axes and dtype.is_floating_point:
+    if axes and dtype.is_floating_point:
         spoilt = reduced(g, "ReduceMax", g.op("IsNaN", value), axes, keepdim)
         result = g.op("Where", spoilt, g.constant(math.nan, dtype), result)
     return g.cast(result, wide, dtype)
+
+
+def extremum(g: GraphBuilder, x: fx.Node, op_type: str, dim: Any, keepdim: bool) -> ir.Value:
+    return _extremum(g, g.value(x), dtype_of(x), op_type, _axes(x, dim), keepdim)
 
 
 @lowers(aten.amax.default)
@@ -126,54 +129,72 @@ def min_all(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
     return extremum(g, x, "ReduceMin", None, False)
 
 
-def arg_extremum(g: GraphBuilder, x: fx.Node, op_type: str, dim: Any, keepdim: bool) -> ir.Value:
+def arg_extremum(g: GraphBuilder, x: fx.Node, op_type: str, axis: int | None, keepdim: bool) -> ir.Value:
     """ArgMax or ArgMin, the first of equal ones; a NaN counts as the extremum, as in torch."""
     dtype, rank = dtype_of(x), rank_of(x)
     if rank == 0:
         return g.constant(0, torch.int64)
-    if dtype == torch.int64:
-        raise NotLowered("argmax and argmin of int64 numbers")  # no such kernel in ONNX Runtime 1.19
-    wide = torch.int32 if not dtype.is_floating_point else dtype
-    value = g.operand(x, wide)
-    if dtype.is_floating_point:
-        limit = math.inf if op_type == "ArgMax" else -math.inf
-        value = g.op("Where", g.op("IsNaN", value), g.constant(limit, dtype), value)
-    if dim is None:
-        flat = g.op(op_type, g.op("Reshape", value, g.ints([-1])), axis=0, keepdims=0)
-        return g.op("Reshape", flat, g.ints([1] * rank)) if keepdim else flat
-    return g.op(op_type, value, axis=dim % rank, keepdims=int(keepdim))
+    value = g.value(x)
+    if axis is None:
+        value = g.op("Reshape", value, g.ints([-1]))
+    if dtype == torch.int64:  # ONNX Runtime 1.19 has no ArgMax of them
+        largest = int(op_type == "ArgMax")
+        index = g.op("TopK", value, g.ints([1]), outputs=2, axis=axis or 0, largest=largest)[1]
+        index = index if axis is not None and keepdim else g.op("Squeeze", index, g.ints([axis or 0]))
+    else:
+        value = _comparable(g, value, dtype, math.inf if op_type == "ArgMax" else -math.inf)
+        index = g.op(op_type, value, axis=axis or 0, keepdims=int(keepdim and axis is not None))
+    return g.op("Reshape", index, g.ints([1] * rank)) if axis is None and keepdim else index
 
 
-@lowers(aten.argmax.default)
-def argmax(g: GraphBuilder, node: fx.Node, x: fx.Node, dim: Any = None, keepdim: bool = False) -> ir.Value:
-    return arg_extremum(g, x, "ArgMax", dim, keepdim)
+def _comparable(g: GraphBuilder, value: ir.Value, dtype: torch.dtype, nan_as: float) -> ir.Value:
+    """``value`` in a type whose order ONNX Runtime knows, with NaN replaced by an infinity."""
+    if not dtype.is_floating_point:
+        return g.cast(value, dtype, torch.int32)
+    return g.op("Where", g.op("IsNaN", value), g.constant(nan_as, dtype), value)
 
 
-@lowers(aten.argmin.default)
-def argmin(g: GraphBuilder, node: fx.Node, x: fx.Node, dim: Any = None, keepdim: bool = False) -> ir.Value:
-    return arg_extremum(g, x, "ArgMin", dim, keepdim)
-
-
-def _with_index(reduction: str, arg: str) -> Any:
-    def lower(g: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, keepdim: bool = False) -> Any:
-        if rank_of(x) == 0:
-            return g.value(x), g.constant(0, torch.int64)
-        return extremum(g, x, reduction, dim, keepdim), arg_extremum(g, x, arg, dim, keepdim)
+def _position(op_type: str) -> Any:
+    def lower(g: GraphBuilder, node: fx.Node, x: fx.Node, dim: Any = None, keepdim: bool = False) -> ir.Value:
+        return arg_extremum(g, x, op_type, None if dim is None else dim % max(rank_of(x), 1), keepdim)
 
     return lower
 
 
-lowers(aten.max.dim)(_with_index("ReduceMax", "ArgMax"))
-lowers(aten.min.dim)(_with_index("ReduceMin", "ArgMin"))
+lowers(aten.argmax.default)(_position("ArgMax"))
+lowers(aten.argmin.default)(_position("ArgMin"))
+
+
+def _value_and_position(op_type: str) -> Any:
+    """The value is read at the position, which costs less than a second reduction that must mind NaN."""
+
+    def lower(g: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, keepdim: bool = False) -> Any:
+        if rank_of(x) == 0:
+            return g.value(x), g.constant(0, torch.int64)
+        axis = dim % rank_of(x)
+        index = arg_extremum(g, x, op_type, axis, keepdim=True)
+        value = g.op("GatherElements", g.value(x), index, axis=axis)
+        if keepdim:
+            return value, index
+        return g.op("Squeeze", value, g.ints([axis])), g.op("Squeeze", index, g.ints([axis]))
+
+    return lower
+
+
+lowers(aten.max.dim)(_value_and_position("ArgMax"))
+lowers(aten.min.dim)(_value_and_position("ArgMin"))
 
 
 def _truth(op_type: str) -> Any:
     """any is the maximum of truth values, all the minimum."""
 
     def lower(g: GraphBuilder, node: fx.Node, x: fx.Node, dim: Any = None, keepdim: bool = False) -> ir.Value:
-        if is_empty(x):
-            raise NotLowered("any and all of an empty tensor")
-        result = reduced(g, op_type, g.operand(x, torch.bool), _axes(x, dim), keepdim)
+        value = g.operand(x, torch.bool)
+        if is_empty(x):  # not a case that the reductions know
+            count = reduced(g, "ReduceSum", g.cast(value, torch.bool, torch.int32), _axes(x, dim), keepdim)
+            result = g.op("Equal", count, g.constant(int(op_type == "ReduceMax"), torch.int32))
+        else:
+            result = reduced(g, op_type, value, _axes(x, dim), keepdim)
         return g.cast(result, torch.bool, dtype_of(node))
 
     return lower
@@ -188,9 +209,36 @@ def logsumexp(g: GraphBuilder, node: fx.Node, x: fx.Node, dim: Any, keepdim: boo
     return reduced(g, "ReduceLogSumExp", g.operand(x, dtype_of(node)), _axes(x, dim), keepdim)
 
 
-def _variance(
-    g: GraphBuilder, x: fx.Node, dim: Any, correction: Any, keepdim: bool
-) -> tuple[ir.Value, ir.Value]:
+@lowers(aten.linalg_vector_norm.default)
+def vector_norm(
+    g: GraphBuilder,
+    node: fx.Node,
+    x: fx.Node,
+    order: Any = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
+) -> ir.Value:
+    kind, axes = dtype_of(node), _axes(x, dim)
+    value = g.operand(x, kind)
+    if not isinstance(order, (int, float)):
+        raise NotLowered("a norm whose order changes")
+    if not axes or order == 1:
+        return reduced(g, "ReduceSum", g.op("Abs", value), axes, keepdim)
+    if order == 2:
+        return g.op("Sqrt", reduced(g, "ReduceSumSquare", value, axes, keepdim))
+    size = g.op("Abs", value)
+    if abs(order) == math.inf:
+        return _extremum(g, size, kind, "ReduceMax" if order > 0 else "ReduceMin", axes, keepdim)
+    if order == 0:
+        nonzero = g.op("Not", g.op("Equal", value, g.constant(0, kind)))
+        return reduced(g, "ReduceSum", g.cast(nonzero, torch.bool, kind), axes, keepdim)
+    powers = reduced(g, "ReduceSum", g.op("Pow", size, g.constant(order, kind)), axes, keepdim)
+    return g.op("Pow", powers, g.constant(1 / order, kind))
+
+
+def _variance(g: GraphBuilder, x: fx.Node, dim: Any, correction: Any, keepdim: bool) -> tuple[ir.Value, ir.Value]:
     """Variance and mean in two passes, as the numbers of torch."""
     dtype, axes = dtype_of(x), _axes(x, dim)
     value = g.value(x)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,6 +73,15 @@ def expand(g: GraphBuilder, node: fx.Node, x: fx.Node, size: Sequence[Any], *, i
         for k, r, s in zip(kept, shape_of(node), size, strict=True)
     ]
     return g.op("Expand", g.value(x), g.dims(dims))
+
+
+@lowers(aten.copy.default)
+def copy(g: GraphBuilder, node: fx.Node, x: fx.Node, src: fx.Node, non_blocking: bool = False) -> ir.Value:
+    """``src`` in the shape and type of ``x``, whose numbers do not matter."""
+    value = g.operand(src, dtype_of(node))
+    if same_shape(shape_of(src), shape_of(node)):
+        return value
+    return g.op("Expand", value, g.shape(x))
 
 
 def same_shape(a: Sequence[Any], b: Sequence[Any]) -> bool:
@@ -183,20 +191,39 @@ def _flat_planes(g: GraphBuilder, x: fx.Node, dim1: int, dim2: int) -> tuple[ir.
     return g.op("Reshape", value, g.op("Concat", lead, g.ints([rows * columns]), axis=0)), rows, columns, rank - 2
 
 
+def _places(val: torch.Tensor, size: Sequence[Any], stride: Sequence[Any], offset: Any) -> np.ndarray:
+    """Where in the flat elements of ``val`` those of a strided view of its memory lie."""
+    if not all(isinstance(n, int) for n in [*val.shape, *size, *stride, offset]):
+        raise NotLowered("as_strided with sizes that change")
+    if not val.is_contiguous() or val.storage_offset() != 0:
+        raise NotLowered("as_strided of a tensor that is not contiguous")
+    places = np.full(tuple(size), offset, np.int64)
+    for axis, (n, s) in enumerate(zip(size, stride, strict=True)):
+        places += (np.arange(n) * s).reshape([-1 if d == axis else 1 for d in range(len(size))])
+    return places
+
+
 @lowers(aten.as_strided.default)
 def as_strided(
     g: GraphBuilder, node: fx.Node, x: fx.Node, size: Sequence[Any], stride: Sequence[Any], storage_offset: Any = None
 ) -> ir.Value:
-    """A gather from the flat elements, where the input lies in memory as its shape says."""
-    val = x.meta["val"]
-    numbers = [*val.shape, *size, *stride, storage_offset or 0]
-    if not all(isinstance(n, int) for n in numbers):
-        raise NotLowered("as_strided with sizes that change")
-    if not val.is_contiguous() or val.storage_offset() != 0:
-        raise NotLowered("as_strided of a tensor that is not contiguous")
-    if math.prod(size) == val.numel() and list(stride) == list(torch.empty(size, device="meta").stride()):
+    places = _places(x.meta["val"], size, stride, storage_offset or 0)
+    if np.array_equal(places.reshape(-1), np.arange(x.meta["val"].numel())):
         return g.reshape(g.value(x), list(size))
-    index = np.full(tuple(size), storage_offset or 0, np.int64)
-    for axis, (n, s) in enumerate(zip(size, stride, strict=True)):
-        index += (np.arange(n) * s).reshape([-1 if d == axis else 1 for d in range(len(size))])
-    return g.op("Gather", g.reshape(g.value(x), [val.numel()]), g.constant(index, torch.int64), axis=0)
+    return g.op("Gather", g.op("Reshape", g.value(x), g.ints([-1])), g.constant(places, torch.int64), axis=0)
+
+
+@lowers(aten.as_strided_scatter.default)
+def as_strided_scatter(
+    g: GraphBuilder,
+    node: fx.Node,
+    x: fx.Node,
+    src: fx.Node,
+    size: Sequence[Any],
+    stride: Sequence[Any],
+    storage_offset: Any = None,
+) -> ir.Value:
+    places = _places(x.meta["val"], size, stride, storage_offset or 0).reshape(-1)
+    flat, updates = (g.op("Reshape", g.value(v), g.ints([-1])) for v in (x, src))
+    result = g.op("ScatterElements", flat, g.constant(places, torch.int64), updates, axis=0)
+    return g.reshape(result, list(shape_of(node)))

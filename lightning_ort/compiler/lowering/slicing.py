@@ -65,7 +65,7 @@ def slice_scatter(
     step: Any = 1,
 ) -> ir.Value:
     start, end = 0 if start is None else start, END if end is None else end
-    dim, size = positive(dim, rank_of(x)), None
+    dim = positive(dim, rank_of(x))
     size = shape_of(x)[dim]
     value, part = g.value(x), g.operand(src, dtype_of(node))
     if step == 1:
@@ -81,11 +81,13 @@ def slice_scatter(
             if first >= last:
                 return value
         return pieces[0] if len(pieces) == 1 else g.op("Concat", *pieces, axis=dim)
-    if not isinstance(size, int) or not all(isinstance(n, int) for n in (start, end, step)):
-        raise NotLowered("assignment to a strided slice whose bounds change")
-    index = list(range(*slice(start, end, step).indices(size)))
-    shape = [-1 if d == dim else 1 for d in range(rank_of(x))]
-    rows = g.op("Reshape", g.ints(index), g.ints(shape))
+    if not isinstance(start, int) or not isinstance(step, int):
+        raise NotLowered("assignment to a strided slice whose start or step changes")
+    # As many positions as the source has, whatever the end of the slice.
+    zero, one = g.constant(0, torch.int64), g.constant(1, torch.int64)
+    count = g.op("Squeeze", g.op("Shape", part, start=dim, end=dim + 1))
+    index = g.op("Add", g.op("Mul", g.op("Range", zero, count, one), g.constant(step, torch.int64)), g.ints([start]))
+    rows = g.op("Reshape", index, g.ints([-1 if d == dim else 1 for d in range(rank_of(x))]))
     return g.op("ScatterElements", value, g.op("Expand", rows, g.shape(src)), part, axis=dim)
 
 
@@ -137,7 +139,9 @@ def split(g: GraphBuilder, node: fx.Node, x: fx.Node, size: Dim, dim: int = 0) -
     if parts == 1:
         return (g.value(x),)
     if isinstance(size, int) and isinstance(total := shape_of(x)[dim], int):
-        return g.op("Split", g.value(x), g.ints([min(size, total - size * i) for i in range(parts)]), outputs=parts, axis=dim)
+        return g.op(
+            "Split", g.value(x), g.ints([min(size, total - size * i) for i in range(parts)]), outputs=parts, axis=dim
+        )
     if not isinstance(size, int):
         raise NotLowered("a split into pieces of a changing size")
     pieces = [sliced(g, g.value(x), dim, i * size, (i + 1) * size) for i in range(parts - 1)]
@@ -160,9 +164,7 @@ def flip(g: GraphBuilder, node: fx.Node, x: fx.Node, dims: Sequence[int]) -> ir.
     if not axes or rank_of(x) == 0:
         return g.value(x)
     count = len(axes)
-    return g.op(
-        "Slice", g.value(x), g.ints([-1] * count), g.ints([-END] * count), g.ints(axes), g.ints([-1] * count)
-    )
+    return g.op("Slice", g.value(x), g.ints([-1] * count), g.ints([-END] * count), g.ints(axes), g.ints([-1] * count))
 
 
 @lowers(aten.roll.default)

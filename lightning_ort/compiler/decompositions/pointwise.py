@@ -1,0 +1,18 @@
+"""Element-wise operators that ONNX has, or that are better not written with choices."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_ort.compiler.decompositions.registry import keeps
+
+aten = torch.ops.aten
+
+keeps(
+    aten.threshold_backward.default,
+    aten.clamp_min.default, aten.clamp_min.Tensor, aten.clamp_max.default, aten.clamp_max.Tensor,
+    aten.logsumexp.default,
+    aten.tril.default, aten.triu.default, aten.roll.default,
+    aten._softmax_backward_data.default, aten._log_softmax_backward_data.default,
+    aten.masked_fill.Scalar, aten.masked_fill.Tensor,
+)  # fmt: skip

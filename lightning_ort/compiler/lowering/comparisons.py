@@ -1,0 +1,168 @@
+"""Comparisons, logic, bits, choices and assertions."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import fx
+
+from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, rank_of
+from lightning_ort.compiler.lowering.pointwise import common_dtype, computing_dtype, operands
+from lightning_ort.compiler.lowering.registry import NotLowered, lowers
+
+aten = torch.ops.aten
+
+
+def _comparison(op_type: str, negate: bool = False) -> Any:
+    def lower(g: GraphBuilder, node: fx.Node, a: Any, b: Any) -> ir.Value:
+        dtype = computing_dtype(common_dtype(a, b))
+        if dtype == torch.bool and op_type != "Equal":
+            dtype = torch.int32
+        result = g.op(op_type, *operands(g, node, dtype, a, b))
+        return g.op("Not", result) if negate else result
+
+    return lower
+
+
+for _name, _op, _negate in (
+    ("eq", "Equal", False),
+    ("ne", "Equal", True),
+    ("gt", "Greater", False),
+    ("ge", "GreaterOrEqual", False),
+    ("lt", "Less", False),
+    ("le", "LessOrEqual", False),
+):
+    _packet = getattr(aten, _name)
+    lowers(_packet.Tensor, _packet.Scalar)(_comparison(_op, _negate))
+
+
+@lowers(aten.logical_not.default)
+def logical_not(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+    return g.op("Not", g.operand(x, torch.bool))
+
+
+def _logical(op_type: str) -> Any:
+    def lower(g: GraphBuilder, node: fx.Node, a: fx.Node, b: fx.Node) -> ir.Value:
+        return g.op(op_type, *operands(g, node, torch.bool, a, b))
+
+    return lower
+
+
+lowers(aten.logical_and.default)(_logical("And"))
+lowers(aten.logical_or.default)(_logical("Or"))
+lowers(aten.logical_xor.default)(_logical("Xor"))
+
+
+def _bitwise(logical: str, integer: str) -> Any:
+    def lower(g: GraphBuilder, node: fx.Node, a: Any, b: Any) -> ir.Value:
+        dtype = dtype_of(node)
+        return g.op(logical if dtype == torch.bool else integer, *operands(g, node, dtype, a, b))
+
+    return lower
+
+
+for _name, _logical_op, _integer_op in (
+    ("bitwise_and", "And", "BitwiseAnd"),
+    ("bitwise_or", "Or", "BitwiseOr"),
+    ("bitwise_xor", "Xor", "BitwiseXor"),
+):
+    _packet = getattr(aten, _name)
+    lowers(_packet.Tensor, _packet.Scalar, _packet.Scalar_Tensor)(_bitwise(_logical_op, _integer_op))
+
+
+@lowers(aten.bitwise_not.default)
+def bitwise_not(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+    return g.op("Not" if dtype_of(node) == torch.bool else "BitwiseNot", g.value(x))
+
+
+def _shift(left: bool) -> Any:
+    """By a factor, as ONNX Runtime shifts unsigned integers only; a right shift keeps the sign, as in torch."""
+
+    def lower(g: GraphBuilder, node: fx.Node, a: Any, bits: Any) -> ir.Value:
+        out = dtype_of(node)
+        if not isinstance(bits, int) or not 0 <= bits < 8 * out.itemsize - 1:
+            raise NotLowered("a bit shift by a tensor")
+        dtype = computing_dtype(out)
+        x, factor = g.operand(a, dtype), g.constant(2**bits, dtype)
+        if left:
+            shifted = g.op("Mul", x, factor)
+        else:
+            shifted = g.op("Div", g.op("Sub", x, g.op("Mod", x, factor)), factor)
+        return g.cast(shifted, dtype, out)
+
+    return lower
+
+
+for _name, _left in {"bitwise_left_shift": True, "bitwise_right_shift": False}.items():
+    _packet = getattr(aten, _name)
+    lowers(_packet.Tensor, _packet.Tensor_Scalar)(_shift(_left))
+lowers(aten.__lshift__.Scalar)(_shift(True))
+lowers(aten.__rshift__.Scalar)(_shift(False))
+
+
+def _false(g: GraphBuilder, x: fx.Node) -> ir.Value:
+    return g.op("Expand", g.constant(False, torch.bool), g.shape(x))
+
+
+@lowers(aten.isnan.default)
+def isnan(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+    return g.op("IsNaN", g.value(x)) if dtype_of(x).is_floating_point else _false(g, x)
+
+
+@lowers(aten.isinf.default)
+def isinf(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+    if not dtype_of(x).is_floating_point:
+        return _false(g, x)
+    return g.op("Equal", g.op("Abs", g.value(x)), g.constant(math.inf, dtype_of(x)))
+
+
+def sign_is_negative(g: GraphBuilder, value: ir.Value, dtype: torch.dtype) -> ir.Value:
+    """Whether the sign bit is set, also that of -0.0, whose reciprocal shows it."""
+    zero = g.constant(0, dtype)
+    if not dtype.is_floating_point:
+        return g.op("Less", value, zero)
+    is_zero = g.op("Equal", value, zero)
+    return g.op("Less", g.op("Where", is_zero, g.op("Reciprocal", value), value), zero)
+
+
+@lowers(aten.signbit.default)
+def signbit(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+    dtype = computing_dtype(dtype_of(x))
+    return sign_is_negative(g, g.operand(x, dtype), dtype)
+
+
+@lowers(aten.copysign.Tensor, aten.copysign.Scalar)
+def copysign(g: GraphBuilder, node: fx.Node, a: Any, b: Any) -> ir.Value:
+    dtype = dtype_of(node)
+    x, y = operands(g, node, dtype, a, b)
+    size = g.op("Abs", x)
+    return g.op("Where", sign_is_negative(g, y, dtype), g.op("Neg", size), size)
+
+
+@lowers(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
+def where(g: GraphBuilder, node: fx.Node, condition: fx.Node, a: Any, b: Any) -> ir.Value:
+    out = dtype_of(node)
+    dtype = torch.int32 if out in (torch.int8, torch.int16, torch.bool) else out
+    chosen = operands(g, node, dtype, condition, a, b)[1:] if rank_of(node) else [g.operand(v, dtype) for v in (a, b)]
+    return g.cast(g.op("Where", g.operand(condition, torch.bool), *chosen), dtype, out)
+
+
+@lowers(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+def masked_fill(g: GraphBuilder, node: fx.Node, x: fx.Node, mask: fx.Node, value: Any) -> ir.Value:
+    return where(g, node, mask, value, x)
+
+
+@lowers(aten._assert_async.msg, aten._assert_async.default, aten._functional_assert_async.msg)
+def assert_async(
+    g: GraphBuilder, node: fx.Node, condition: fx.Node, message: str = "assertion failed", *_: Any
+) -> None:
+    value = g.operand(condition, torch.bool)
+    g.require(g.op("Reshape", value, g.ints([])), message)
+
+
+@lowers(aten._assert_tensor_metadata.default)
+def assert_metadata(g: GraphBuilder, node: fx.Node, *args: Any, **kwargs: Any) -> None:
+    """Settled when the step was traced."""

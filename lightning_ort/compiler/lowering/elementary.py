@@ -1,0 +1,130 @@
+"""Powers, logarithms and trigonometric functions."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import fx
+
+from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of
+from lightning_ort.compiler.lowering.comparisons import sign_is_negative
+from lightning_ort.compiler.lowering.pointwise import operands
+from lightning_ort.compiler.lowering.registry import lowers
+
+aten = torch.ops.aten
+
+
+def _unary(op_type: str) -> Any:
+    def lower(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+        return g.op(op_type, g.operand(x, dtype_of(node)))
+
+    return lower
+
+
+for _name, _op in {
+    "exp": "Exp", "log": "Log", "sqrt": "Sqrt", "reciprocal": "Reciprocal", "erf": "Erf",
+    "sin": "Sin", "asin": "Asin", "acos": "Acos", "atan": "Atan",
+    "sinh": "Sinh", "cosh": "Cosh", "asinh": "Asinh", "acosh": "Acosh", "atanh": "Atanh",
+    "tanh": "Tanh", "sigmoid": "Sigmoid",
+}.items():  # fmt: skip
+    lowers(getattr(aten, _name).default)(_unary(_op))
+
+
+def _cosine(g: GraphBuilder, value: ir.Value, dtype: torch.dtype) -> ir.Value:
+    if dtype == torch.float64:  # no such kernel in ONNX Runtime 1.19
+        return g.op("Sin", g.op("Add", value, g.constant(math.pi / 2, dtype)))
+    return g.op("Cos", value)
+
+
+@lowers(aten.cos.default)
+def cos(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+    return _cosine(g, g.operand(x, dtype_of(node)), dtype_of(node))
+
+
+@lowers(aten.tan.default)
+def tan(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+    dtype = dtype_of(node)
+    value = g.operand(x, dtype)
+    if dtype == torch.float64:
+        return g.op("Div", g.op("Sin", value), _cosine(g, value, dtype))
+    return g.op("Tan", value)
+
+
+@lowers(aten.rsqrt.default)
+def rsqrt(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+    return g.op("Reciprocal", g.op("Sqrt", g.operand(x, dtype_of(node))))
+
+
+@lowers(aten.log2.default)
+def log2(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+    dtype = dtype_of(node)
+    return g.op("Mul", g.op("Log", g.operand(x, dtype)), g.constant(1 / math.log(2), dtype))
+
+
+@lowers(aten.log10.default)
+def log10(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+    dtype = dtype_of(node)
+    return g.op("Mul", g.op("Log", g.operand(x, dtype)), g.constant(1 / math.log(10), dtype))
+
+
+@lowers(aten.exp2.default)
+def exp2(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+    dtype = dtype_of(node)
+    return g.op("Exp", g.op("Mul", g.operand(x, dtype), g.constant(math.log(2), dtype)))
+
+
+@lowers(aten.log1p.default)
+def log1p(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+    """log(1+x) without cancellation near 0: log(u) * x / (u - 1) with u = 1 + x (Kahan)."""
+    dtype = dtype_of(node)
+    value, one = g.operand(x, dtype), g.constant(1, dtype)
+    u = g.op("Add", value, one)
+    difference = g.op("Sub", u, one)
+    exact = g.op("Equal", difference, g.constant(0, dtype))
+    safe = g.op("Where", exact, one, difference)
+    corrected = g.op("Div", g.op("Mul", g.op("Log", u), value), safe)
+    infinite = g.op("Equal", value, g.constant(math.inf, dtype))
+    return g.op("Where", exact, value, g.op("Where", infinite, g.op("Log", u), corrected))
+
+
+@lowers(aten.expm1.default)
+def expm1(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+    """exp(x) - 1 = 2 sinh(x/2) exp(x/2) = tanh(x/2) (exp(x) + 1), which does not cancel near 0."""
+    dtype = dtype_of(node)
+    value, one = g.operand(x, dtype), g.constant(1, dtype)
+    e = g.op("Exp", value)
+    near = g.op("Mul", g.op("Tanh", g.op("Mul", value, g.constant(0.5, dtype))), g.op("Add", e, one))
+    small = g.op("Less", g.op("Abs", value), one)
+    return g.op("Where", small, near, g.op("Sub", e, one))
+
+
+@lowers(aten.erfc.default)
+def erfc(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+    dtype = dtype_of(node)
+    return g.op("Sub", g.constant(1, dtype), g.op("Erf", g.operand(x, dtype)))
+
+
+@lowers(aten.atan2.default)
+def atan2(g: GraphBuilder, node: fx.Node, a: fx.Node, b: fx.Node) -> ir.Value:
+    """The arc tangent of the ratio, moved to the half plane where the point is."""
+    dtype = dtype_of(node)
+    y, x = operands(g, node, dtype, a, b)
+    zero, pi = g.constant(0, dtype), g.constant(math.pi, dtype)
+    # At the origin, and for two infinities, only the signs count.
+    at_origin = g.op("And", g.op("Equal", y, zero), g.op("Equal", x, zero))
+    infinity = g.constant(math.inf, dtype)
+    at_corner = g.op("And", *(g.op("Equal", g.op("Abs", v), infinity) for v in (y, x)))
+    ratio = g.op("Where", at_origin, zero, g.op("Div", g.op("Abs", y), g.op("Abs", x)))
+    angle = g.op("Atan", g.op("Where", at_corner, g.constant(1, dtype), ratio))
+    angle = g.op("Where", sign_is_negative(g, x, dtype), g.op("Sub", pi, angle), angle)
+    return g.op("Where", sign_is_negative(g, y, dtype), g.op("Neg", angle), angle)
+
+
+@lowers(aten.ldexp.Tensor)
+def ldexp(g: GraphBuilder, node: fx.Node, a: fx.Node, b: fx.Node) -> ir.Value:
+    dtype = dtype_of(node)
+    x, y = operands(g, node, dtype, a, b)
+    return g.op("Mul", x, g.op("Pow", g.constant(2, dtype), y))

@@ -1,0 +1,142 @@
+"""Gather, scatter, index and sort: numbers and gradients against eager."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from graph_harness import Case, check
+from torch import Tensor, randint, randn
+
+
+def one(*shape: int):
+    return lambda b: (randn(b, *shape),)
+
+
+def three(b: int) -> list[Tensor]:
+    """Numbers, indices into their second dimension, and a source of the shape of the indices."""
+    return [randn(b, 6, 8), randint(0, 6, (b, 3, 8)), randn(b, 3, 8)]
+
+
+def distinct(b: int) -> list[Tensor]:
+    index = torch.stack([torch.randperm(6)[:3] for _ in range(b * 8)]).view(b, 8, 3).mT.contiguous()
+    return [randn(b, 6, 8), index, randn(b, 3, 8)]
+
+
+def put(x: Tensor, index: tuple, values: Tensor, accumulate: bool = False) -> Tensor:
+    return x.clone().index_put_(index, values, accumulate)
+
+
+def assigned(x: Tensor, index: object, value: object) -> Tensor:
+    y = x.clone()
+    y[index] = value
+    return y
+
+
+C = torch.tensor([0, 2, 2])
+D = torch.tensor([0, 2, -1])
+
+INDEXING = [
+    Case("gather", lambda x, i, _: x.gather(1, i), three),
+    Case("gather_last", lambda x, i: x.gather(-1, i), lambda b: (randn(b, 6), randint(0, 6, (b, 1)))),
+    Case("gather_smaller_index", lambda x, i: x.gather(0, i), lambda b: (randn(6, 8), randint(0, 6, (3, 5)))),
+    Case("gather_scalar", lambda x, i: x.sum().gather(0, i), lambda b: (randn(3), torch.tensor(0)), dynamic=False),
+    Case("take_along_dim", lambda x, i, _: x.take_along_dim(i, 1), three, dynamic=False),
+    Case("take", lambda x: x.take(torch.tensor([[0, 3], [5, 1]])), one(6)),
+    Case("scatter", lambda x, i, s: x.scatter(1, i, s), distinct),
+    Case("scatter_longer_source", lambda x, i: x.scatter(1, i, x * 2), lambda b: distinct(b)[:2], gradients=False),
+    Case("scatter_value", lambda x, i, _: x.scatter(1, i, 1.5), three),
+    Case(
+        "one_hot_by_scatter",
+        lambda i: torch.zeros(i.shape[0], 5).scatter_(1, i, 1),
+        lambda b: (randint(0, 5, (b, 1)),),
+        gradients=False,
+    ),
+    Case("scatter_add", lambda x, i, s: x.scatter_add(1, i, s), three),
+    Case("scatter_add_smaller", lambda x, i: x.scatter_add(1, i, x), lambda b: three(b)[:2], gradients=False),
+    Case("scatter_reduce_sum", lambda x, i, s: x.scatter_reduce(1, i, s, "sum"), three),
+    Case("scatter_reduce_amax", lambda x, i, s: x.scatter_reduce(1, i, s, "amax"), three, gradients=False),
+    Case("scatter_reduce_amin", lambda x, i, s: x.scatter_reduce(1, i, s, "amin"), three, gradients=False),
+    Case("scatter_reduce_prod", lambda x, i, s: x.scatter_reduce(1, i, s, "prod"), three, gradients=False),
+    Case("scatter_multiply", lambda x, i, s: x.scatter(1, i, s, reduce="multiply"), three, gradients=False),
+    Case("index_select", lambda x: x.index_select(1, C), one(6, 8)),
+    Case("index_select_batch", lambda x: x.index_select(0, C), one(6)),
+    Case("index_add", lambda x, s: x.index_add(1, C, s), lambda b: (randn(b, 6, 4), randn(b, 3, 4))),
+    Case(
+        "index_add_alpha",
+        lambda x, s: x.index_add(0, C, s, alpha=2),
+        lambda b: (randn(6, 4), randn(3, 4)),
+        dynamic=False,
+    ),
+    Case("index_copy", lambda x, s: x.index_copy(1, torch.tensor([4, 0, 2]), s), lambda b: (randn(b, 6), randn(b, 3))),
+    Case("index_fill", lambda x: x.index_fill(1, C, 2.0), one(6)),
+    Case("index", lambda x: x[:, C], one(6, 8)),
+    Case("index_negative", lambda x: x[:, D], one(6, 8)),
+    Case(
+        "index_batch_and_class",
+        lambda x, y: x[torch.arange(x.shape[0]), y],
+        lambda b: (randn(b, 6), randint(0, 6, (b,))),
+    ),
+    Case(
+        "index_first_row", lambda x: x[torch.arange(x.shape[0]), torch.zeros(x.shape[0], dtype=torch.long)], one(6, 8)
+    ),
+    Case("index_two_inner", lambda x: x[:, C, D], one(6, 8)),
+    Case("index_two_inner_of_four", lambda x: x[:, :, C, D], one(3, 6, 8)),
+    Case("index_apart", lambda x: x[:, C, :, D], one(6, 4, 8)),
+    Case("index_broadcast", lambda x: x[:, C[:, None], D], one(6, 8)),
+    Case("index_2d", lambda x: x[:, torch.tensor([[0, 1], [2, 3]])], one(6, 8)),
+    Case("index_int32", lambda x: x[:, C.int()], one(6)),
+    Case("embedding_like", lambda w, i: w[i], lambda b: (randn(10, 4), randint(0, 10, (b, 5)))),
+    Case("assign_columns", lambda x: assigned(x, (slice(None), torch.tensor([0, 2])), x[:, :2] * 2), one(6, 8)),
+    Case("assign_number", lambda x: assigned(x, (slice(None), C), 0.0), one(6, 8)),
+    Case("assign_pairs", lambda x: assigned(x, (C[:2], D[:2]), 5.0), one(6)),
+    Case(
+        "assign_row_per_batch",
+        lambda x, y: assigned(x, (torch.arange(x.shape[0]), y), 0.0),
+        lambda b: (randn(b, 6), randint(0, 6, (b,))),
+    ),
+    Case("put", lambda x, v: put(x, (C[:2],), v), lambda b: (randn(b, 4), randn(2, 4))),
+    Case("put_accumulate", lambda x, v: put(x, (C,), v, True), lambda b: (randn(b, 4), randn(3, 4))),
+    Case("put_accumulate_pairs", lambda x, v: put(x, (C, D), v, True), lambda b: (randn(b, 4), randn(3))),
+    Case("put_accumulate_negative", lambda x, v: put(x, (D,), v, True), lambda b: (randn(b, 4), randn(4))),
+    Case("assign_mask", lambda x: assigned(x, x > 0, 0.0), one(6)),
+    Case("masked_fill", lambda x: x.masked_fill(x > 0, -1.0), one(6)),
+    Case("masked_fill_tensor", lambda x, v: x.masked_fill(x > 0, v), lambda b: (randn(b, 4), torch.tensor(2.0))),
+    Case("where", lambda x: torch.where(x > 0, x, x * 2), one(6, 8)),
+    Case(
+        "where_numbers",
+        lambda x: [torch.where(x > 0, 1.0, x), torch.where(x > 0, x, 0), torch.where(x > 0, 1, 2)],
+        one(6),
+    ),
+    Case("where_broadcast", lambda x, w: torch.where(x[:, :1] > 0, w, x), lambda b: (randn(b, 4), randn(4))),
+    Case("topk", lambda x: x.topk(3, -1), one(6, 8)),
+    Case("topk_smallest", lambda x: x.topk(2, 1, largest=False), one(6, 8)),
+    Case("topk_batch", lambda x: x.topk(2, 0), one(6)),
+    Case("sort", lambda x: x.sort(-1), one(6, 8)),
+    Case("sort_descending", lambda x: x.sort(1, descending=True)[0], one(6, 8)),
+    Case("sort_ties", lambda x: x.round().sort(dim=1, stable=True), one(9)),
+    Case("sort_batch", lambda x: x.sort(0), one(6)),
+    Case("argsort", lambda x: x.argsort(1), one(6), gradients=False),
+    Case("sort_int8", lambda x: x.sort(1), lambda b: (randint(-50, 50, (b, 5)).to(torch.int8),), gradients=False),
+    Case("msort", lambda x: x.msort(), one(6)),
+    Case("one_hot", lambda i: torch.nn.functional.one_hot(i, 5), lambda b: (randint(0, 5, (b, 3)),), gradients=False),
+    Case("isin", lambda i: torch.isin(i, torch.tensor([1, 4])), lambda b: (randint(0, 5, (b, 3)),), gradients=False),
+    Case("bucketize", lambda x: torch.bucketize(x, torch.tensor([-1.0, 0, 1])), one(6), gradients=False),
+    Case(
+        "bucketize_right",
+        lambda x: torch.bucketize(x.round(), torch.tensor([-1.0, 0, 1]), right=True),
+        one(6),
+        gradients=False,
+    ),
+    Case("searchsorted", lambda x: torch.searchsorted(torch.tensor([-1.0, 0, 1]), x), one(6), gradients=False),
+    Case(
+        "searchsorted_rows",
+        lambda s, x: torch.searchsorted(s.cumsum(1), x),
+        lambda b: (torch.rand(b, 6), torch.rand(b, 3)),
+        gradients=False,
+    ),
+]
+
+
+@pytest.mark.parametrize("case", INDEXING, ids=str)
+def test_indexing(case: Case) -> None:
+    check(case)
