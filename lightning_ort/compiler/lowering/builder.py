@@ -55,6 +55,8 @@ class GraphBuilder:
         self.nodes: list[ir.Node] = []
         self.initializers: list[ir.Value] = []
         self._values: dict[fx.Node, Any] = {}
+        self.compact: dict[fx.Node, ir.Value] = {}
+        """Smaller values that broadcast to the value of a node; element-wise operators can do with those."""
         self._constants: dict[Any, ir.Value] = {}
         self._checks: list[ir.Value] = []
         self._scope = "graph"

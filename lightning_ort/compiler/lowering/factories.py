@@ -26,6 +26,8 @@ def filled(g: GraphBuilder, node: fx.Node, size: Sequence[Dim] | ir.Value, value
     dtype = dtype_of(node)
     if dtype not in NUMPY:
         raise NotLowered(f"no constants of {dtype}")
+    if shape_of(node) and not isinstance(value, fx.Node):
+        g.compact[node] = g.constant(value, dtype)
     shape = size if isinstance(size, ir.Value) else g.dims(size)
     if isinstance(value, fx.Node):
         return g.op("Expand", g.operand(value, dtype), shape)

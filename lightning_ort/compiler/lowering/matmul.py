@@ -10,25 +10,17 @@ from torch import fx
 
 from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, rank_of, shape_of
 from lightning_ort.compiler.lowering.registry import lowers
+from lightning_ort.compiler.lowering.shapes import unpermuted
 
 aten = torch.ops.aten
 
 GEMM_TYPES = (torch.float32, torch.float64, torch.float16)
 
 
-def _is_transpose(arg: fx.Node) -> bool:
-    if rank_of(arg) != 2 or arg.op != "call_function":
-        return False
-    if arg.target is aten.permute.default:
-        return [d % 2 for d in arg.args[1]] == [1, 0]
-    return arg.target is aten.t.default or (arg.target is aten.transpose.int and arg.args[1] != arg.args[2])
-
-
 def _matrix(g: GraphBuilder, arg: fx.Node) -> tuple[ir.Value, int]:
-    """The operand of a Gemm and its ``trans`` flag; a transposition is looked through."""
-    if _is_transpose(arg):
-        return g.value(arg.args[0]), 1
-    return g.value(arg), 0
+    """The operand of a Gemm and its ``trans`` flag; transpositions are looked through."""
+    source, order = unpermuted(g, arg)
+    return g.value(source), int(order == [1, 0])
 
 
 def _inner_is_empty(a: fx.Node) -> bool:

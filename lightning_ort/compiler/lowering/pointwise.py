@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import onnx_ir as ir
@@ -40,50 +42,57 @@ def computing_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.int32 if dtype in SMALL_INTEGERS else dtype
 
 
-_FILLED = {
-    aten.full.default: 1, aten.full_like.default: 1, aten.new_full.default: 2,
-}  # fmt: skip
-_FILLED_WITH = {
-    aten.zeros.default: 0, aten.zeros_like.default: 0, aten.new_zeros.default: 0,
-    aten.ones.default: 1, aten.ones_like.default: 1, aten.new_ones.default: 1,
-}  # fmt: skip
+def elementwise(
+    g: GraphBuilder, node: fx.Node, dtype: torch.dtype, write: Callable[..., ir.Value], *args: Any
+) -> ir.Value:
+    """The result of ``write``, which takes one ONNX value of ``dtype`` for each of ``args``.
+
+    ONNX broadcasts too, so that operands which repeat a smaller tensor need not be expanded. The result repeats one
+    itself if all of them do.
+    """
+    if not any(a in g.compact for a in args if isinstance(a, fx.Node)):
+        return write(*(g.operand(a, dtype) for a in args))
+    small = [
+        g.cast(g.compact[a], dtype_of(a), dtype) if isinstance(a, fx.Node) and a in g.compact else g.operand(a, dtype)
+        for a in args
+    ]
+    full = [a for a in args if is_tensor(a) and same_shape(shape_of(a), shape_of(node))]
+    if any(a not in g.compact for a in full):
+        return write(*small)
+    if not full:
+        return write(*(g.operand(a, dtype) for a in args))
+    g.compact[node] = result = write(*small)
+    return g.op("Expand", result, g.shape(full[0]))
 
 
-def _unexpanded(g: GraphBuilder, arg: Any) -> Any:
-    """What ``arg`` repeats, when it repeats something: a smaller fx node or a number."""
-    while isinstance(arg, fx.Node) and arg.target is aten.expand.default and g.knows(arg.args[0]):
-        arg = arg.args[0]
-    if not isinstance(arg, fx.Node):
-        return arg
-    value = arg.args[_FILLED[arg.target]] if arg.target in _FILLED else _FILLED_WITH.get(arg.target)
-    return value if isinstance(value, (bool, int, float)) else arg
+def is_tensor(arg: Any) -> bool:
+    return isinstance(arg, fx.Node) and isinstance(arg.meta["val"], torch.Tensor)
 
 
 def operands(g: GraphBuilder, node: fx.Node, dtype: torch.dtype, *args: Any) -> list[ir.Value]:
-    """``args`` of an element-wise call as ONNX values of ``dtype``.
-
-    ONNX broadcasts too: nothing is expanded that another operand of the full shape makes unnecessary.
-    """
-    small = [_unexpanded(g, a) for a in args]
-    if any(s is not a for s, a in zip(small, args, strict=True)):
-        shapes = [shape_of(s) for s in small if isinstance(s, fx.Node) and isinstance(s.meta["val"], torch.Tensor)]
-        if any(same_shape(s, shape_of(node)) for s in shapes):
-            args = tuple(small)
-    return [g.operand(a, dtype) for a in args]
+    """``args`` of an element-wise call as ONNX values of ``dtype``, not expanded where another has the full shape."""
+    whole = [a for a in args if is_tensor(a) and a not in g.compact and same_shape(shape_of(a), shape_of(node))]
+    return [
+        g.cast(g.compact[a], dtype_of(a), dtype) if whole and is_tensor(a) and a in g.compact else g.operand(a, dtype)
+        for a in args
+    ]
 
 
 def _binary(op_type: str) -> Any:
     def lower(g: GraphBuilder, node: fx.Node, a: Any, b: Any, *, alpha: Any = 1) -> ir.Value:
         out = dtype_of(node)
         dtype = computing_dtype(out)
-        x, y = operands(g, node, dtype, a, b)
-        if alpha != 1:
-            y = g.op("Mul", y, g.operand(alpha, dtype))
-        if out == torch.bool:
-            if op_type not in ("Add", "Mul"):
-                raise NotLowered(f"{op_type} of bool tensors")
-            return g.op("Or" if op_type == "Add" else "And", x, y)
-        return g.cast(g.op(op_type, x, y), dtype, out)
+
+        def write(x: ir.Value, y: ir.Value) -> ir.Value:
+            if alpha != 1:
+                y = g.op("Mul", y, g.operand(alpha, dtype))
+            if out == torch.bool:
+                if op_type not in ("Add", "Mul"):
+                    raise NotLowered(f"{op_type} of bool tensors")
+                return g.op("Or" if op_type == "Add" else "And", x, y)
+            return g.cast(g.op(op_type, x, y), dtype, out)
+
+        return elementwise(g, node, dtype, write, a, b)
 
     return lower
 
@@ -105,9 +114,7 @@ def rsub(g: GraphBuilder, node: fx.Node, a: Any, b: Any, alpha: Any = 1) -> ir.V
 
 @lowers(aten.div.Tensor, aten.div.Scalar)
 def div(g: GraphBuilder, node: fx.Node, a: Any, b: Any) -> ir.Value:
-    dtype = dtype_of(node)
-    x, y = operands(g, node, dtype, a, b)
-    return g.op("Div", x, y)
+    return elementwise(g, node, dtype_of(node), functools.partial(g.op, "Div"), a, b)
 
 
 def _divisor(g: GraphBuilder, y: ir.Value, divisor: Any, dtype: torch.dtype) -> ir.Value:

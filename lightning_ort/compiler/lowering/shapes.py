@@ -37,34 +37,44 @@ def reshaped(g: GraphBuilder, node: fx.Node, value: ir.Value, size: Sequence[Any
     return g.op("Reshape", value, g.dims(dims))
 
 
-@lowers(aten.permute.default)
-def permute(g: GraphBuilder, node: fx.Node, x: fx.Node, dims: Sequence[int]) -> ir.Value:
-    rank = rank_of(x)
-    perm = [d % rank for d in dims]
-    if perm == list(range(rank)):
-        return g.value(x)
-    return g.op("Transpose", g.value(x), perm=perm)
+def permutation(node: fx.Node) -> list[int] | None:
+    """The order in which ``node`` puts the dimensions of its first argument; ``None`` if it does something else."""
+    if node.target is aten.permute.default:
+        return [d % rank_of(node) for d in node.args[1]]
+    if node.target is aten.t.default:
+        return list(range(rank_of(node)))[::-1]
+    if node.target is not aten.transpose.int:
+        return None
+    order = list(range(rank_of(node)))
+    a, b = (positive(d, len(order)) for d in node.args[1:3])
+    if order:
+        order[a], order[b] = b, a
+    return order
 
 
-@lowers(aten.transpose.int)
-def transpose(g: GraphBuilder, node: fx.Node, x: fx.Node, dim0: int, dim1: int) -> ir.Value:
-    perm = list(range(rank_of(x)))
-    a, b = positive(dim0, len(perm)), positive(dim1, len(perm))
-    if a == b:
-        return g.value(x)
-    perm[a], perm[b] = b, a
-    return g.op("Transpose", g.value(x), perm=perm)
+def unpermuted(g: GraphBuilder, node: fx.Node) -> tuple[fx.Node, list[int]]:
+    """The tensor behind a chain of permutations, and the order that all of them together make."""
+    order = list(range(rank_of(node)))
+    while (step := permutation(node)) is not None and g.knows(node.args[0]):
+        order, node = [step[d] for d in order], node.args[0]
+    return node, order
 
 
-@lowers(aten.t.default)
-def t(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
-    return g.op("Transpose", g.value(x), perm=[1, 0]) if rank_of(x) == 2 else g.value(x)
+@lowers(aten.permute.default, aten.transpose.int, aten.t.default)
+def permute(g: GraphBuilder, node: fx.Node, x: fx.Node, *_: Any) -> ir.Value:
+    source, order = unpermuted(g, node)
+    if order == list(range(len(order))):
+        return g.value(source)
+    return g.op("Transpose", g.value(source), perm=order)
 
 
 @lowers(aten.expand.default)
 def expand(g: GraphBuilder, node: fx.Node, x: fx.Node, size: Sequence[Any], *, implicit: bool = False) -> ir.Value:
+    if x in g.compact:
+        g.compact[node] = g.compact[x]
     if same_shape(shape_of(x), shape_of(node)):
         return g.value(x)
+    g.compact.setdefault(node, g.value(x))
     lead = rank_of(node) - rank_of(x)
     kept = [1] * lead + list(shape_of(x))
     # A size of 1 leaves the dimension as it is, so that unchanged symbolic sizes need not be computed.

@@ -1,4 +1,4 @@
-"""Softmax, log-softmax and their gradients."""
+"""Softmax and log-softmax."""
 
 from __future__ import annotations
 
@@ -32,20 +32,9 @@ lowers(aten._log_softmax.default)(_normalized("LogSoftmax"))
 @lowers(aten._softmax_backward_data.default)
 def softmax_backward(g: GraphBuilder, node: fx.Node, grad: fx.Node, out: fx.Node, dim: int, dtype: Any) -> ir.Value:
     """out * (grad - sum(grad * out))"""
-    kind = dtype_of(out)
+    kind, rank = dtype_of(out), rank_of(out)
     gradient, y = g.operand(grad, kind), g.value(out)
-    total = _sum(g, g.op("Mul", gradient, y), dim, rank_of(out))
+    total = g.op("Mul", gradient, y)
+    if rank:
+        total = g.op("ReduceSum", total, g.ints([dim % rank]), keepdims=1)
     return g.cast(g.op("Mul", g.op("Sub", gradient, total), y), kind, dtype_of(node))
-
-
-@lowers(aten._log_softmax_backward_data.default)
-def log_softmax_backward(g: GraphBuilder, node: fx.Node, grad: fx.Node, out: fx.Node, dim: int, dtype: Any) -> ir.Value:
-    """grad - exp(out) * sum(grad)"""
-    kind = dtype_of(out)
-    gradient = g.operand(grad, kind)
-    total = _sum(g, gradient, dim, rank_of(out))
-    return g.cast(g.op("Sub", gradient, g.op("Mul", g.op("Exp", g.value(out)), total)), kind, dtype_of(node))
-
-
-def _sum(g: GraphBuilder, value: ir.Value, dim: int, rank: int) -> ir.Value:
-    return g.op("ReduceSum", value, g.ints([dim % rank]), keepdims=1) if rank else value

@@ -1,0 +1,95 @@
+"""Distances and products that torch has single kernels for."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lightning_ort.compiler.decompositions.composites import composes
+from lightning_ort.compiler.decompositions.registry import decomposes
+
+aten = torch.ops.aten
+
+
+@composes(aten.bilinear.default)
+def bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W_k y for each k, as two products instead of one over a four-dimensional intermediate."""
+    outputs, width, _ = weight.shape
+    left = x.reshape(-1, width) @ weight.permute(1, 0, 2).reshape(width, -1)
+    result = (left.reshape(-1, outputs, y.shape[-1]) @ y.reshape(-1, y.shape[-1], 1)).reshape(*x.shape[:-1], outputs)
+    return result if bias is None else result + bias
+
+
+@decomposes(aten.addmv.default)
+def addmv(c: Tensor, a: Tensor, v: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    product = torch.mv(a, v) * alpha
+    return product if beta == 0 else c * beta + product
+
+
+@decomposes(aten.addbmm.default)
+def addbmm(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """The sum over the batch is a product of its own: batch and inner dimension taken as one."""
+    left, right = a.transpose(0, 1).reshape(a.shape[1], -1), b.reshape(-1, b.shape[2])
+    return torch.addmm(c, left, right, beta=beta, alpha=alpha)
+
+
+def _distance(difference: Tensor, p: float) -> Tensor:
+    size = difference.abs()
+    if p == 2:
+        return (difference * difference).sum(-1).sqrt()
+    if p == 1:
+        return size.sum(-1)
+    if p == 0:
+        return (difference != 0).to(difference.dtype).sum(-1)
+    if math.isinf(p):
+        return size.amax(-1)
+    return size.pow(p).sum(-1).pow(1 / p)
+
+
+def _distance_backward(grad: Tensor, difference: Tensor, p: float, distance: Tensor) -> Tensor:
+    """Gradient by ``difference``; 0 where the distance is, as in torch."""
+    if p == 0:
+        return torch.zeros_like(difference)
+    grad, distance = grad.unsqueeze(-1), distance.unsqueeze(-1)
+    if p == 1:
+        return grad * difference.sign()
+    if math.isinf(p):
+        return grad * difference.sign() * (difference.abs() == distance).to(grad.dtype)
+    apart = distance > 0
+    safe = torch.where(apart, distance, 1)
+    scale = torch.where(apart, grad, 0) / safe.pow(p - 1)
+    if p == 2:
+        return scale * difference
+    size = difference.abs()
+    # 0 to a negative power is infinite
+    return scale * difference.sign() * (size.pow(p - 1) if p > 1 else torch.where(size > 0, size, 1).pow(p - 1))
+
+
+@decomposes(aten._cdist_forward.default)
+def cdist(x: Tensor, y: Tensor, p: float, compute_mode: int | None) -> Tensor:
+    return _distance(x.unsqueeze(-2) - y.unsqueeze(-3), p)
+
+
+@decomposes(aten._cdist_backward.default)
+def cdist_backward(grad: Tensor, x: Tensor, y: Tensor, p: float, distance: Tensor) -> Tensor:
+    return _distance_backward(grad, x.unsqueeze(-2) - y.unsqueeze(-3), p, distance).sum(-2)
+
+
+def _pairs(x: Tensor) -> tuple[Tensor, Tensor]:
+    rows, columns = torch.triu_indices(x.shape[0], x.shape[0], 1)
+    return rows, columns
+
+
+@decomposes(aten._pdist_forward.default)
+def pdist(x: Tensor, p: float = 2) -> Tensor:
+    rows, columns = _pairs(x)
+    return _distance(x[rows] - x[columns], p)
+
+
+@decomposes(aten._pdist_backward.default)
+def pdist_backward(grad: Tensor, x: Tensor, p: float, distance: Tensor) -> Tensor:
+    rows, columns = _pairs(x)
+    by_pair = _distance_backward(grad, x[rows] - x[columns], p, distance)
+    return torch.zeros_like(x).index_add(0, rows, by_pair).index_add(0, columns, -by_pair)
