@@ -184,8 +184,9 @@ def assert_fit_parity(
 
 def assert_same_outcome(eager: Run, other: Run, tolerance: float | None = None) -> None:
     """Both runs ended with the same weights, buffers, random state, counters, metrics and logged rows."""
-    assert other.trainer.global_step == eager.trainer.global_step
-    assert other.trainer.current_epoch == eager.trainer.current_epoch
+    for name in ("global_step", "current_epoch"):
+        counts = getattr(eager.trainer, name), getattr(other.trainer, name)
+        assert counts[0] == counts[1], f"{name} is {counts[1]}, not {counts[0]}"
     assert_same_state(state_of(eager.module), state_of(other.module), tolerance)
     assert torch.equal(other.rng, eager.rng), "the fits drew different amounts of random numbers"
     assert_same_metrics(eager.trainer.callback_metrics, other.trainer.callback_metrics)
@@ -204,7 +205,7 @@ def assert_same_state(
     expected: Mapping[str, torch.Tensor], actual: Mapping[str, torch.Tensor], tolerance: float | None = None
 ) -> None:
     """Same names and dtypes; floats within the tolerance of each tensor's largest entry, all else exactly."""
-    assert list(actual) == list(expected)
+    assert list(actual) == list(expected), f"{list(actual)} instead of {list(expected)}"
     worst = {}
     for name, tensor in expected.items():
         assert actual[name].dtype == tensor.dtype, name
@@ -216,7 +217,7 @@ def assert_same_state(
             if not difference <= allowed * tensor.abs().max().item():
                 worst[name] = difference / max(tensor.abs().max().item(), 1e-30)
         else:
-            assert torch.equal(actual[name], tensor), name
+            assert torch.equal(actual[name], tensor), f"{name} is {actual[name]} instead of {tensor}"
     assert not worst, f"differ, relative to the largest entry: {worst}"
 
 
@@ -231,10 +232,11 @@ def assert_moved(run: Run, still: Iterable[str] = ()) -> None:
 
 
 def assert_same_metrics(expected: Mapping[str, Any], actual: Mapping[str, Any], relative: float = 1e-4) -> None:
-    """Same names in the same order and the same numbers."""
-    assert list(actual) == list(expected)
+    """Same names and the same numbers."""
+    assert sorted(actual) == sorted(expected), f"logged {sorted(actual)} instead of {sorted(expected)}"
     for name, value in expected.items():
-        assert float(actual[name]) == pytest.approx(float(value), rel=relative, abs=relative / 10, nan_ok=True), name
+        one, other = float(value), float(actual[name])
+        assert other == pytest.approx(one, rel=relative, abs=relative / 10, nan_ok=True), f"{name}: {other}, not {one}"
 
 
 def assert_same_rows(
@@ -242,10 +244,14 @@ def assert_same_rows(
 ) -> None:
     """The same metrics were logged at the same steps."""
     assert expected, "nothing was logged under strategy='auto'"
-    assert [(step, list(row)) for step, row in actual] == [(step, list(row)) for step, row in expected]
+    names, other_names = ([(step, sorted(row)) for step, row in rows] for rows in (expected, actual))
+    for one, other in zip(names, other_names, strict=False):
+        assert other == one, f"logged {other} instead of {one}"
+    assert len(actual) == len(expected), f"logged {len(actual)} rows instead of {len(expected)}"
     for (step, row), (_, other) in zip(expected, actual, strict=True):
         for name, value in row.items():
-            assert other[name] == pytest.approx(value, rel=1e-4, abs=1e-5, nan_ok=True), f"{name} at step {step}"
+            close = pytest.approx(value, rel=1e-4, abs=1e-5, nan_ok=True)
+            assert other[name] == close, f"{name} at step {step}: {other[name]}, not {value}"
 
 
 def step_report(trainer: Trainer, name: str) -> Any:
