@@ -1,10 +1,19 @@
-"""Pooling: which operators stay whole until they are written as ONNX."""
+"""Average pooling as products with constant matrices; adaptive maxima as maxima over equal windows."""
 
 from __future__ import annotations
 
-import torch
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_ort.compiler.decompositions.composites import composes
 from lightning_ort.compiler.decompositions.registry import keeps
+from lightning_ort.compiler.decompositions.resize import along_each
 
 aten = torch.ops.aten
 
@@ -14,3 +23,145 @@ keeps(
     aten.max_pool2d_with_indices_backward.default,
     aten.max_pool3d_with_indices_backward.default,
 )
+
+
+def _spread(values: Sequence[int], n: int) -> list[int]:
+    return list(values) * n if len(values) == 1 else list(values)
+
+
+@functools.cache
+def _windows(size: int, kernel: int, stride: int, padding: int, ceil_mode: bool, count_padding: bool,
+             uniform: bool) -> np.ndarray:  # fmt: skip
+    """Matrix (positions, size) of the averages; ``uniform`` gives every pixel the weight 1 instead."""
+    reach = size + 2 * padding - kernel
+    positions = (-(-reach // stride) if ceil_mode else reach // stride) + 1
+    if ceil_mode and (positions - 1) * stride >= size + padding:
+        positions -= 1  # the last window must start inside the image or its left padding
+    matrix = np.zeros((positions, size))
+    for i in range(positions):
+        start = i * stride - padding
+        end = min(start + kernel, size + padding)
+        covered = slice(max(start, 0), min(end, size))
+        count = end - start if count_padding else covered.stop - covered.start
+        matrix[i, covered] = 1 if uniform else 1 / count
+    return matrix
+
+
+def _averages(
+    x: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] | None,
+    padding: Sequence[int],
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None,
+    spatial: int,
+) -> Any:
+    sizes = x.shape[-spatial:]
+    if not all(isinstance(s, int) for s in sizes) or not x.is_floating_point():
+        return NotImplemented
+    kernel = _spread(kernel_size, spatial)
+    strides = _spread(stride, spatial) if stride else kernel
+    pads = _spread(padding, spatial)
+    matrices = [
+        _windows(int(n), k, s, p, ceil_mode, count_include_pad, divisor_override is not None)
+        for n, k, s, p in zip(sizes, kernel, strides, pads, strict=True)
+    ]
+    if divisor_override is not None:
+        matrices[0] = matrices[0] / divisor_override
+    return along_each(x, matrices)
+
+
+@composes(aten.avg_pool2d.default)
+def avg_pool2d(
+    x: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] | None = None,
+    padding: Sequence[int] = (0,),
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Any:
+    return _averages(x, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override, 2)
+
+
+@composes(aten.avg_pool3d.default)
+def avg_pool3d(
+    x: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] | None = None,
+    padding: Sequence[int] = (0,),
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Any:
+    return _averages(x, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override, 3)
+
+
+def _cells(size: int, out: int) -> list[tuple[int, int]]:
+    """Start and end of what each output of adaptive pooling covers."""
+    return [(i * size // out, -(-(i + 1) * size // out)) for i in range(out)]
+
+
+def _adaptive_averages(x: Tensor, output_size: Sequence[Any], spatial: int) -> Any:
+    sizes = x.shape[-spatial:]
+    if all(o == 1 for o in output_size):
+        return x.mean(list(range(-spatial, 0)), keepdim=True)
+    if not all(isinstance(s, int) for s in (*sizes, *output_size)):
+        return NotImplemented
+    matrices = []
+    for n, o in zip(sizes, output_size, strict=True):
+        matrix = np.zeros((int(o), int(n)))
+        for i, (start, end) in enumerate(_cells(int(n), int(o))):
+            matrix[i, start:end] = 1 / (end - start)
+        matrices.append(matrix)
+    return along_each(x, matrices)
+
+
+@composes(aten._adaptive_avg_pool2d.default)
+def adaptive_avg_pool2d(x: Tensor, output_size: Sequence[Any]) -> Any:
+    return _adaptive_averages(x, output_size, 2)
+
+
+@composes(aten._adaptive_avg_pool3d.default)
+def adaptive_avg_pool3d(x: Tensor, output_size: Sequence[Any]) -> Any:
+    return _adaptive_averages(x, output_size, 3)
+
+
+def _adaptive_maxima(x: Tensor, output_size: Sequence[Any], spatial: int) -> Any:
+    """Lay the windows side by side, short ones filled up with their last pixel, and pool the larger image."""
+    sizes = x.shape[-spatial:]
+    if not all(isinstance(s, int) for s in (*sizes, *output_size)):
+        return NotImplemented
+    kernel, sources = [], []
+    for n, o in zip(sizes, output_size, strict=True):
+        cells = _cells(int(n), int(o))
+        width = max(end - start for start, end in cells)
+        kernel.append(width)
+        sources.append([min(start + k, end - 1) for start, end in cells for k in range(width)])
+    laid = x.detach()
+    for i, source in enumerate(sources):
+        dim = x.dim() - spatial + i
+        if source != list(range(int(x.shape[dim]))):
+            laid = laid.index_select(dim, torch.tensor(source, device=x.device))
+    pool = aten.max_pool2d_with_indices if spatial == 2 else aten.max_pool3d_with_indices
+    _, places = pool(laid, kernel, kernel)
+    index = torch.zeros_like(places)
+    below = math.prod(len(source) for source in sources)
+    for size, source in zip(sizes, sources, strict=True):
+        below //= len(source)
+        coordinate = torch.div(places, below, rounding_mode="floor") % len(source)
+        index = index * int(size) + torch.tensor(source, device=x.device)[coordinate]
+    lead = x.dim() - spatial
+    values = x.flatten(lead).gather(lead, index.flatten(lead)).reshape(index.shape)
+    return values, index
+
+
+@composes(aten.adaptive_max_pool2d.default)
+def adaptive_max_pool2d(x: Tensor, output_size: Sequence[Any]) -> Any:
+    return _adaptive_maxima(x, output_size, 2)
+
+
+@composes(aten.adaptive_max_pool3d.default)
+def adaptive_max_pool3d(x: Tensor, output_size: Sequence[Any]) -> Any:
+    return _adaptive_maxima(x, output_size, 3)

@@ -94,28 +94,33 @@ def _triangle(d: np.ndarray) -> np.ndarray:
     return np.maximum(1 - np.abs(d), 0)
 
 
-def _constant(matrix: np.ndarray, like: Tensor) -> Tensor:
-    return torch.tensor(matrix.tolist(), dtype=like.dtype, device=like.device)
+def along_each(x: Tensor, matrices: Sequence[np.ndarray | None]) -> Tensor:
+    """Multiply each of the last dimensions of ``x`` by its matrix (output size, input size); ``None`` leaves it."""
+    for i, matrix in enumerate(matrices):
+        if matrix is None:
+            continue
+        dim = x.dim() - len(matrices) + i
+        constant = torch.tensor(matrix.tolist(), dtype=x.dtype, device=x.device)
+        if dim == x.dim() - 1:
+            x = x @ constant.T
+        elif dim == x.dim() - 2:
+            x = constant @ x
+        else:
+            x = (constant @ x.flatten(dim + 1)).reshape(*x.shape[:dim], len(matrix), *x.shape[dim + 1 :])
+    return x
 
 
 def _resized(x: Tensor, sizes: Sequence[Any], scales: Sequence[float | None], weights: Weights) -> Any:
     spatial = len(sizes)
     if not all(isinstance(s, int) for s in (*x.shape[-spatial:], *sizes)) or not x.is_floating_point():
         return NotImplemented
-    for i in range(spatial):
-        dim = x.dim() - spatial + i
-        size, out = int(x.shape[dim]), int(sizes[i])
-        if size == out and (scales[i] is None or scales[i] == 1):
-            continue
-        matrix = weights(size, out, scales[i])
-        if dim == x.dim() - 1:
-            x = x @ _constant(matrix.T, x)
-        elif dim == x.dim() - 2:
-            x = _constant(matrix, x) @ x
-        else:
-            moved = x.flatten(dim + 1)
-            x = (_constant(matrix, x) @ moved).reshape(*x.shape[:dim], out, *x.shape[dim + 1 :])
-    return x
+    return along_each(
+        x,
+        [
+            None if size == out and scale in (None, 1) else weights(int(size), int(out), scale)
+            for size, out, scale in zip(x.shape[-spatial:], sizes, scales, strict=True)
+        ],
+    )
 
 
 def _sizes(x: Tensor, output_size: Sequence[Any] | None, factors: Sequence[float] | None) -> tuple[Any, Any]:
