@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from lightning_ort.compiler.executable import Executable
 from lightning_ort.compiler.observer import DynamoObserver
 from lightning_ort.compiler.plan import Fallback
 from lightning_ort.report import InTorch, Report, StepReport
-from lightning_ort.standins import GrowingList, LogRecorder
+from lightning_ort.standins import GrowingLists, LogRecorder, appended_attributes
 
 __all__ = ["CompiledSteps"]
 
@@ -37,8 +38,9 @@ class CompiledSteps:
     """
 
     def __init__(self, module: LightningModule, backend: ORTBackend, report: Report) -> None:
-        self._module, self.report = module, report
+        self.module, self.report = module, report
         self._running: StepReport | None = None
+        self._setting: bool | None = None
         self._observer = DynamoObserver(lambda: self._running, rank_zero_info)
         self._recorder = LogRecorder(module.log, module.log_dict)
         self._replaced: dict[str, Any] = {
@@ -49,10 +51,11 @@ class CompiledSteps:
         self._backend = backend
         self._replaced_in = [(module.__dict__, self._replaced), *_metric_methods(module)]
         self._compiled: dict[str, Callable[..., Any]] = {}
-        self._growing: dict[str, GrowingList] = {}
+        self._lists = GrowingLists(module.__dict__)
 
     def install(self) -> None:
-        """Prepare Dynamo; :meth:`remove` takes it back."""
+        """Prepare Dynamo; :meth:`remove` takes it back, and must be called in between."""
+        self.remove()
         self._setting = torch._dynamo.config.allow_unspec_int_on_nn_module
         # a counter attribute would otherwise be compiled for each of its values
         torch._dynamo.config.allow_unspec_int_on_nn_module = True
@@ -61,20 +64,22 @@ class CompiledSteps:
     def remove(self) -> None:
         """Leave Dynamo as it was."""
         self._observer.remove()
-        torch._dynamo.config.allow_unspec_int_on_nn_module = self._setting
+        if self._setting is not None:
+            torch._dynamo.config.allow_unspec_int_on_nn_module = self._setting
+            self._setting = None
 
     def __call__(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call the module's step function ``name``."""
         compiled = self._compiled.get(name)
         if compiled is None:
+            method = getattr(self.module, name)
+            self._lists.expect(appended_attributes(type(self.module), method))
             # dynamic=None: sizes become symbolic once they have changed
-            compiled = self._compiled[name] = torch.compile(getattr(self._module, name), backend=self._backend)
-        report = self._running = self.report.step(name)
-        report.calls += 1
-        attributes = self._module.__dict__
-        lengths = [(k, v, len(v)) for k, v in attributes.items() if type(v) is list]
-        standins = self._stand_in(attributes)
+            compiled = self._compiled[name] = torch.compile(_with_own_code(method), backend=self._backend)
+        outer, self._running = self._running, self.report.step(name)
+        self._running.calls += 1
         compilations = self._observer.compilations
+        self._lists.place()
         hidden = [_replace(*replacement) for replacement in self._replaced_in]
         try:
             result = compiled(*args, **kwargs)
@@ -84,30 +89,16 @@ class CompiledSteps:
         finally:
             for (namespace, replaced), originals in zip(self._replaced_in, hidden, strict=True):
                 _put_back(namespace, replaced, originals)
-            for key, standin in standins.items():
-                standin.flush()
-                if attributes.get(key) is standin:
-                    attributes[key] = standin.real
+            self._lists.remove()
             if self._observer.compilations != compilations:
                 self._observer.collect()
-            self._running = None
+            self._running = outer
         self._recorder.flush()
-        for key, value, length in lengths:
-            if len(value) != length and attributes.get(key) is value:
-                self._growing.setdefault(key, GrowingList(value))
         return result
 
-    def _stand_in(self, attributes: dict[str, Any]) -> dict[str, GrowingList]:
-        """Put stand-ins in the place of lists that are known to grow."""
-        placed = {}
-        for key, standin in self._growing.items():
-            real = attributes.get(key)
-            if type(real) is list:
-                # the module may have bound a new list to the name; the stand-in must stay the same object for Dynamo
-                standin.real = real
-                attributes[key] = standin
-                placed[key] = standin
-        return placed
+    def compile_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure that a step passes to an optimizer, which calls it outside of all graphs, compiled by itself."""
+        return torch.compile(closure, backend=self._backend) if self._running is not None else closure
 
     def _on_graph(self, executable: Executable) -> None:
         if self._running is not None:
@@ -124,6 +115,23 @@ class CompiledSteps:
 
 
 Namespace = dict[str, Any]
+
+
+def _with_own_code(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of a bound method with a code object of its own.
+
+    Dynamo keeps what it compiled with the code object: methods that share it, of other modules or for other
+    strategies, would add to one list, whose length is limited.
+    """
+    function = getattr(method, "__func__", None)
+    if not isinstance(function, types.FunctionType):
+        return method
+    copy = types.FunctionType(
+        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__dict__.update(function.__dict__)
+    return types.MethodType(copy, method.__self__)  # type: ignore[attr-defined]
 
 
 def _metric_methods(module: LightningModule) -> list[tuple[Namespace, Namespace]]:

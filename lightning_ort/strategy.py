@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -13,6 +13,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import DoublePrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ort.environment import require_onnxruntime
@@ -21,6 +22,8 @@ from lightning_ort.report import Report
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     import onnxruntime
+
+    from lightning_ort.steps import CompiledSteps
 
 __all__ = ["ORTStrategy"]
 
@@ -91,7 +94,7 @@ class ORTStrategy(SingleDeviceStrategy):
             self.parallel_devices = parallel_devices
         self._on_unsupported, self._verify, self._print_report = on_unsupported, verify, print_report
         self._report = Report()
-        self._steps: Any = None
+        self._steps: CompiledSteps | None = None
         self.num_nodes = 1
 
     # -- what the Trainer fills in --------------------------------------------------------------------------------
@@ -151,9 +154,9 @@ class ORTStrategy(SingleDeviceStrategy):
         choose_providers(self.root_device, self._config.providers, self._config.provider_options)
         super().setup(trainer)
         assert self.lightning_module is not None
-        self._end_steps()
-        backend = ORTBackend(self._config, on_unsupported=self._on_unsupported, verify=self._verify)
-        self._steps = CompiledSteps(self.lightning_module, backend, self._report)
+        if self._steps is None or self._steps.module is not self.lightning_module:
+            backend = ORTBackend(self._config, on_unsupported=self._on_unsupported, verify=self._verify)
+            self._steps = CompiledSteps(self.lightning_module, backend, self._report)
         self._steps.install()
 
     def _refuse(self, trainer: pl.Trainer) -> None:
@@ -169,24 +172,16 @@ class ORTStrategy(SingleDeviceStrategy):
 
     @override
     def teardown(self) -> None:
-        self._end_steps()
-        super().teardown()
-
-    def _end_steps(self) -> None:
+        # what was compiled is kept: Trainer.test after Trainer.fit is a new setup of the same module
         if self._steps is not None:
             self._steps.remove()
-            self._steps = None
+        super().teardown()
 
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
         if self._print_report:
             print(self._report)
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        self._end_steps()
-        super().on_exception(exception)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -212,10 +207,16 @@ class ORTStrategy(SingleDeviceStrategy):
 
     @override
     @torch.compiler.disable
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        # inside of a manual-optimization step Dynamo would take the update into the graph, where it comes out
-        # differently in the last digits
-        return super().optimizer_step(*args, **kwargs)
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        # Inside of a manual-optimization step Dynamo would take the update into the graph, where it comes out
+        # differently in the last digits; what the closure computes belongs into a graph all the same.
+        return super().optimizer_step(optimizer, self._steps.compile_closure(closure), model, **kwargs)
 
     def report(self) -> Report:
         """What ran where so far: per step function its graphs, recompilations, graph breaks, fallbacks, seconds."""

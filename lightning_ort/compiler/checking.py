@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -159,10 +160,16 @@ _ADVICE = (
 
 
 def _largest(tensor: torch.Tensor) -> float:
+    """Largest absolute value among the finite entries."""
     if not tensor.numel():
         return 0.0
-    finite = tensor[torch.isfinite(tensor)] if tensor.is_floating_point() else tensor
-    return float(finite.abs().max()) if finite.numel() and tensor.dtype != torch.bool else float(bool(finite.any()))
+    if tensor.dtype == torch.bool:
+        return float(tensor.any())
+    low, high = tensor.aminmax()
+    largest = max(-float(low), float(high))
+    if not math.isfinite(largest):
+        largest = float(tensor.nan_to_num(0.0, 0.0, 0.0).abs().max())
+    return largest
 
 
 def _error(tensor: torch.Tensor, truth: torch.Tensor) -> float:
@@ -178,14 +185,25 @@ def _difference(got: torch.Tensor, wanted: torch.Tensor, scale: float) -> str | 
         return None
     if not wanted.is_floating_point():
         wrong = int((got != wanted).sum())
-        if wrong > max(1, _TIES * wanted.numel()):
-            return f"{wrong} of {wanted.numel()} entries"
-        return None
-    if not torch.equal(torch.isfinite(got), torch.isfinite(wanted)):
-        return f"{int((~torch.isfinite(got)).sum())} entries are not finite, in torch {int((~torch.isfinite(wanted)).sum())}"
-    finite = torch.isfinite(wanted)
-    off = float((got - wanted)[finite].abs().max()) if finite.any() else 0.0
+        return f"{wrong} of {wanted.numel()} entries" if wrong > max(1, _TIES * wanted.numel()) else None
     largest = _largest(wanted)
-    if off > _TOLERANCE[wanted.dtype] * (largest + _GROUP_SHARE * scale) + torch.finfo(wanted.dtype).tiny:
-        return f"largest difference {off:.3g}, largest entry {largest:.3g}"
-    return None
+    allowed = _TOLERANCE[wanted.dtype] * (largest + _GROUP_SHARE * scale) + torch.finfo(wanted.dtype).tiny
+    off = _largest_difference(got, wanted)
+    if off <= allowed:
+        return None
+    finite = torch.isfinite(wanted)
+    if not torch.equal(torch.isfinite(got), finite):
+        return f"{int((~torch.isfinite(got)).sum())} entries are not finite, in torch {int((~finite).sum())}"
+    if not torch.equal(got.isnan(), wanted.isnan()):
+        return "infinite in one, not a number in the other"
+    off = _largest_difference(got[finite], wanted[finite])
+    return f"largest difference {off:.3g}, largest entry {largest:.3g}" if off > allowed else None
+
+
+def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Largest absolute difference; infinite when an entry is not a number."""
+    if not a.numel():
+        return 0.0
+    low, high = (a - b).aminmax()
+    off = max(-float(low), float(high))
+    return off if math.isfinite(off) else math.inf

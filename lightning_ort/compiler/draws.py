@@ -53,6 +53,7 @@ def _draw(fill: Callable[..., torch.Tensor]) -> Draw:
         stride: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
+        /,
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.plan import Fallback, Plan, is_number
-from lightning_ort.compiler.sizes import Sizes
+from lightning_ort.compiler.sizes import Sizes, UnknownSize
 from lightning_ort.compiler.trace import Traced, Untraceable
 from lightning_ort.runtime.memory import TensorPool
 from lightning_ort.runtime.session import RuntimeConfig
@@ -57,8 +57,8 @@ class Executable:
             self._numbers = sizes.evaluator([0 if isinstance(n, fx.Node) or n is None else n for n in numbers])
             self.plan = Plan(traced.module, inputs, results, config, device)
             self._draw = self.plan.drawer(traced.draws)
-        except KeyError as error:
-            raise Untraceable(f"a size depends on data ({error})") from error
+        except UnknownSize as error:
+            raise Untraceable(str(error)) from error
         self.has_draws = bool(traced.draws)
         self.has_numbers = any(is_number(o) if isinstance(o, fx.Node) else o is not None for o in traced.outputs)
         self.outputs = [position[o] if isinstance(o, fx.Node) and not is_number(o) else None for o in traced.outputs]

@@ -24,6 +24,7 @@ from lightning_ort.runtime.session import OrtSession, RuntimeConfig
 __all__ = ["Fallback", "Plan", "is_number"]
 
 Slot = int
+Slots = dict[fx.Node, Slot]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,27 +165,29 @@ class Plan:
     # -- compilation ----------------------------------------------------------------------------------------------
 
     def _compile(self, segments: list[_Segment]) -> list[Callable[[list[Any]], None]]:
-        slots: dict[fx.Node, Slot] = {n: i for i, n in enumerate(self._inputs)}
+        inputs = len(self._inputs)
+        # a result that is an input as it stands is copied: it is read from one slot and written to another
+        writes: dict[fx.Node, Slot] = {n: inputs + i for i, n in enumerate(self._outputs)}
         for segment in segments:
             for node in segment.outputs:
-                slots.setdefault(node, len(slots))
-        self._n_slots = len(slots)
-        self._result_slots = [slots[n] for n in self._outputs]
+                writes.setdefault(node, inputs + len(writes))
+        reads = writes | {n: i for i, n in enumerate(self._inputs)}
+        self._n_inner = len(writes) - len(self._outputs)
         self.models = []
         steps = []
         for segment in segments:
             build = self._torch_step if self._is_torch(segment) else self._ort_step
-            steps.append(build(segment, slots))
+            steps.append(build(segment, reads, writes))
         return steps
 
-    def _torch_step(self, segment: _Segment, slots: dict[fx.Node, Slot]) -> Callable[[list[Any]], None]:
+    def _torch_step(self, segment: _Segment, slots: Slots, written: Slots) -> Callable[[list[Any]], None]:
         graph = fx.Graph()
         copies = {n: graph.placeholder(n.name) for n in segment.inputs}
         for node in segment.nodes:
             copies[node] = graph.node_copy(node, lambda n: copies[n] if n in copies else _attribute(graph, n, copies))
         graph.output([copies[n] for n in segment.outputs])
         module = fx.GraphModule(self._module, graph)
-        reads, writes = [slots[n] for n in segment.inputs], [slots[n] for n in segment.outputs]
+        reads, writes = [slots[n] for n in segment.inputs], [written[n] for n in segment.outputs]
 
         def step(values: list[Any]) -> None:
             results = module(*[values[i] for i in reads])
@@ -196,14 +199,14 @@ class Plan:
 
         return step
 
-    def _ort_step(self, segment: _Segment, slots: dict[fx.Node, Slot]) -> Callable[[list[Any]], None]:
+    def _ort_step(self, segment: _Segment, slots: Slots, written: Slots) -> Callable[[list[Any]], None]:
         session, inputs = self._session(segment)
-        reads, writes = [slots[n] for n in inputs], [slots[n] for n in segment.outputs]
+        reads, writes = [slots[n] for n in inputs], [written[n] for n in segment.outputs]
         numbers = {slots[n]: torch.int64 if isinstance(n.meta["val"], (torch.SymInt, int)) else torch.float64
                    for n in inputs if is_number(n)}  # fmt: skip
-        ahead = set(self._result_slots)
-        inner = [n for n in segment.outputs if slots[n] not in ahead]
-        allocate, inner_slots = self._allocator(inner), [slots[n] for n in inner]
+        ahead = set(self._outputs)
+        inner = [n for n in segment.outputs if n not in ahead]
+        allocate, inner_slots = self._allocator(inner), [written[n] for n in inner]
         n_inputs, device = len(self._inputs), self._device
 
         def step(values: list[Any]) -> None:
@@ -292,9 +295,7 @@ class Plan:
 
     def run(self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
         """Compute ``outputs`` (from :attr:`allocate`, or tensors like them) from ``inputs``."""
-        values = [*inputs, *([None] * (self._n_slots - len(self._inputs)))]
-        for slot, tensor in zip(self._result_slots, outputs, strict=True):
-            values[slot] = tensor
+        values = [*inputs, *outputs, *([None] * self._n_inner)]
         for step in self._steps:
             step(values)
 

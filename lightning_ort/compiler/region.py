@@ -71,7 +71,7 @@ class Region:
     ) -> None:
         self.graph, self.device = graph, device
         self._config, self._verify, self._on_compiled = config, verify, on_compiled
-        self._fakes = fake_inputs(example_inputs)
+        self._fakes = fake_inputs(graph, example_inputs)
         self._context = TracingContext.get()
         self._layout = _OutputLayout(graph)
         self._names = _names(graph)

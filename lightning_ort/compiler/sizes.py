@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import fx
 
-__all__ = ["Sizes"]
+__all__ = ["Sizes", "UnknownSize"]
 
 Number = Any  # int, float or their symbolic counterparts
 
@@ -37,6 +37,10 @@ _FUNCTIONS: dict[str, Any] = {
     "Min": min,
     "Where": lambda c, a, b: a if c else b,
 }
+
+
+class UnknownSize(Exception):
+    """A number cannot be told from the inputs of a run."""
 
 
 class Sizes:
@@ -67,13 +71,16 @@ class Sizes:
         """A function from the inputs of a run to the values of ``numbers``.
 
         Raises:
-            KeyError: a number depends on a symbol that no input shows (a size that depends on data).
+            UnknownSize: a number depends on a symbol that no input shows (a size that depends on data).
         """
         expressions = [_expression(n) for n in numbers]
         if all(not isinstance(e, sympy.Basic) for e in expressions):
             constant = tuple(expressions)
             return lambda inputs: constant
         symbols = sorted({s for e in expressions if isinstance(e, sympy.Basic) for s in e.free_symbols}, key=str)
+        unknown = [s for s in symbols if s not in self._sources]
+        if unknown:
+            raise UnknownSize(f"a size depends on data ({', '.join(map(str, unknown))})")
         sources = [self._sources[s] for s in symbols]
         function = sympy.lambdify(symbols, expressions, modules=[_FUNCTIONS, "math"])
 

@@ -66,16 +66,18 @@ class Traced:
         return self.module.graph
 
 
-def fake_inputs(example_inputs: Sequence[Any]) -> list[Any]:
+def fake_inputs(region: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
     """Fake tensors, with symbolic sizes where Dynamo chose them, for the inputs it passed to a backend."""
     context = TracingContext.get()
     mode = context.fake_mode
     assert mode is not None
     fakes = []
-    for x in example_inputs:
+    placeholders = [n for n in region.graph.nodes if n.op == "placeholder"]
+    for x, placeholder in zip(example_inputs, placeholders, strict=True):
         if isinstance(x, torch.Tensor):
             symbolic = context.tensor_to_context.get(x)
-            source = getattr(symbolic, "tensor_source", None)
+            # a Python float arrives as a tensor; its source tells the mode to give it a symbolic value
+            source = getattr(symbolic, "tensor_source", None) or getattr(placeholder, "_dynamo_source", None)
             x = mode.from_tensor(x, symbolic_context=symbolic, source=source)
         fakes.append(x)
     return fakes
@@ -110,6 +112,8 @@ def trace(
                 local.append(x)
             elif i in wanted:
                 local.append(x.detach().requires_grad_())
+            elif fakes[i].item_memo is not None:  # a copy would not know the number
+                local.append(x)
             else:
                 local.append(x.detach().clone())
         leaves = [local[i] for i in wanted]
@@ -132,7 +136,7 @@ def trace(
 def _functional_graph(joint: Any, fakes: list[Any], tangents: list[Any], *, grad: bool) -> fx.GraphModule:
     mode = TracingContext.get().fake_mode
     assert mode is not None
-    plain = [x.detach() if isinstance(x, torch.Tensor) else x for x in fakes]
+    plain = [x.detach() if isinstance(x, torch.Tensor) and x.item_memo is None else x for x in fakes]
     with contextlib.ExitStack() as stack:
         stack.enter_context(mode)
         stack.enter_context(enable_python_dispatcher())
@@ -190,12 +194,12 @@ def _signature(
 ) -> Traced:
     graph = module.graph
     _forget_aliases(graph)
+    draws = _draws_as_inputs(graph)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    inputs, tangents = placeholders[: len(fakes)], placeholders[len(fakes) :]
+    inputs, tangents = placeholders[: len(fakes)], placeholders[len(fakes) : len(placeholders) - len(draws)]
     flat: Any = graph.output_node().args[0]
     start = len(flat) - len(fakes) - len(wanted)
     outputs, gradients, left = flat[:start], flat[start : start + len(wanted)], flat[start + len(wanted) :]
-    draws = _draws_as_inputs(graph)
     updates = {
         i: value
         for i, (placeholder, value) in enumerate(zip(inputs, left, strict=True))
