@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from rich.console import Console
 from rich.table import Table
@@ -61,7 +61,7 @@ class Report(Mapping[str, StepReport]):
     def __getitem__(self, name: str) -> StepReport:
         return self._steps[name]
 
-    def __iter__(self):  # type: ignore[no-untyped-def]
+    def __iter__(self) -> Iterator[str]:
         return iter(self._steps)
 
     def __len__(self) -> int:
@@ -77,11 +77,9 @@ class Report(Mapping[str, StepReport]):
         buffer = io.StringIO()
         console = Console(file=buffer, width=100, color_system=None)
         table = Table(title="Steps in ONNX Runtime", title_justify="left")
-        for column, side in (
-            ("step", "left"), ("calls", "right"), ("graphs", "right"), ("recompiled", "right"), ("breaks", "right"),
-            ("in torch", "right"), ("compiling", "right"),
-        ):  # fmt: skip
-            table.add_column(column, justify=side)  # type: ignore[arg-type]
+        table.add_column("step")
+        for column in ("calls", "graphs", "recompiled", "breaks", "in torch", "compiling"):
+            table.add_column(column, justify="right")
         for s in self._steps.values():
             table.add_row(
                 s.name, str(s.calls), str(s.graphs), str(len(s.recompilations)), str(len(s.graph_breaks)),

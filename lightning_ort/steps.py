@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ _OUTSIDE = (
     "all_gather", "clip_gradients", "configure_gradient_clipping", "lr_scheduler_step", "lr_schedulers",
     "manual_backward", "optimizers", "print", "toggle_optimizer", "untoggle_optimizer", "toggled_optimizer",
 )  # fmt: skip
+_METRIC_METHODS = ("forward", "update", "compute")
 
 
 class CompiledSteps:
@@ -104,7 +105,7 @@ class CompiledSteps:
         if self._running is not None:
             self._running.graphs += 1
 
-    def _on_fallback(self, fallbacks: list[Fallback]) -> None:
+    def _on_fallback(self, fallbacks: Sequence[Fallback]) -> None:
         if self._running is None:
             return
         for f in fallbacks:
@@ -126,8 +127,9 @@ def _with_own_code(method: Callable[..., Any]) -> Callable[..., Any]:
     function = getattr(method, "__func__", None)
     if not isinstance(function, types.FunctionType):
         return method
+    code = function.__code__.replace()
     copy = types.FunctionType(
-        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
     copy.__kwdefaults__ = function.__kwdefaults__
     copy.__dict__.update(function.__dict__)
@@ -136,8 +138,9 @@ def _with_own_code(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _metric_methods(module: LightningModule) -> list[tuple[Namespace, Namespace]]:
     """Per metric its instance namespace, and its methods kept out of graphs: they are full of plain Python."""
+    why = "metrics are plain Python"
     return [
-        (m.__dict__, {name: torch.compiler.disable(getattr(m, name), reason="metrics are plain Python") for name in ("forward", "update", "compute")})
+        (m.__dict__, {name: torch.compiler.disable(getattr(m, name), reason=why) for name in _METRIC_METHODS})
         for m in module.modules()
         if isinstance(m, (Metric, MetricCollection))
     ]

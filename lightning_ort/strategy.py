@@ -83,7 +83,8 @@ class ORTStrategy(SingleDeviceStrategy):
         check_available(providers, provider_options)
         self._config = RuntimeConfig(providers, provider_options, session_options)
         self._config.make_session_options()
-        self._device, self._parallel_devices = device, None
+        self._device = device
+        self._parallel_devices: Sequence[torch.device] | None = None
         super().__init__(
             device=device or "cpu",
             accelerator=accelerator,
@@ -185,25 +186,29 @@ class ORTStrategy(SingleDeviceStrategy):
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        assert self._steps is not None, "the strategy is not set up"
+        return self._steps(name, *args, **kwargs)
+
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.train_step_context():
-            return self._steps("training_step", *args, **kwargs)
+            return self._call("training_step", *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
-            return self._steps("validation_step", *args, **kwargs)
+            return self._call("validation_step", *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.test_step_context():
-            return self._steps("test_step", *args, **kwargs)
+            return self._call("test_step", *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.predict_step_context():
-            return self._steps("predict_step", *args, **kwargs)
+            return self._call("predict_step", *args, **kwargs)
 
     @override
     @torch.compiler.disable
@@ -216,6 +221,7 @@ class ORTStrategy(SingleDeviceStrategy):
     ) -> Any:
         # Inside of a manual-optimization step Dynamo would take the update into the graph, where it comes out
         # differently in the last digits; what the closure computes belongs into a graph all the same.
+        assert self._steps is not None
         return super().optimizer_step(optimizer, self._steps.compile_closure(closure), model, **kwargs)
 
     def report(self) -> Report:

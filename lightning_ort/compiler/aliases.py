@@ -40,7 +40,7 @@ def input_views(graph: fx.GraphModule, sizes: Sizes) -> dict[int, InputView]:
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     examples = [n.meta.get("example_value") for n in placeholders]
     views = {}
-    for i, result in enumerate(graph.graph.output_node().args[0]):  # type: ignore[arg-type]
+    for i, result in enumerate(graph.graph.output_node().args[0]):
         val = result.meta.get("example_value") if isinstance(result, fx.Node) else None
         if not isinstance(val, torch.Tensor):
             continue

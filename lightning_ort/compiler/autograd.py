@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lightning_ort.compiler.checking import forked_rng
+from lightning_ort.compiler.checking import ForkedRNG
 
 __all__ = ["LossStep", "PairStep"]
 
@@ -38,7 +38,7 @@ class LossStep(torch.autograd.Function):
     def forward(ctx: Any, region: Any, args: Any, *differentiable: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.region, ctx.loss = region, region.loss_output
-        ctx.rng = forked_rng.state(region.device) if region.has_draws else None
+        ctx.rng = ForkedRNG.state(region.device) if region.has_draws else None
         _keep(ctx, args)
         outputs, ctx.gradients = region.run_loss(args)
         ctx.positions = region.outputs_by_position
@@ -74,7 +74,7 @@ class PairStep(torch.autograd.Function):
     def forward(ctx: Any, region: Any, pair: Any, args: Any, *differentiable: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.region, ctx.pair = region, pair
-        ctx.rng = forked_rng.state(region.device) if region.has_draws else None
+        ctx.rng = ForkedRNG.state(region.device) if region.has_draws else None
         outputs, kept = region.run_forward(pair, args)
         ctx.kept_numbers = [None if isinstance(x, torch.Tensor) else x for x in kept]
         _keep(ctx, args, [x for x in kept if isinstance(x, torch.Tensor)])

@@ -10,8 +10,9 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.executable import Executable
-from lightning_ort.compiler.plan import Fallback, source_line
+from lightning_ort.compiler.plan import Fallback
 from lightning_ort.compiler.region import Region
+from lightning_ort.compiler.sources import source_line
 from lightning_ort.compiler.trace import Untraceable
 from lightning_ort.environment import require_onnxruntime
 from lightning_ort.errors import UnsupportedError
@@ -49,9 +50,7 @@ class ORTBackend:
         try:
             device = _device(graph, example_inputs)
             choose_providers(device, self.config.providers, self.config.provider_options)
-            return Region(
-                graph, example_inputs, self.config, device, verify=self.verify, on_compiled=self._compiled
-            )
+            return Region(graph, example_inputs, self.config, device, verify=self.verify, on_compiled=self._compiled)
         except Untraceable as reason:
             lines = [source_line(n) for n in graph.graph.nodes if n.op == "call_function"]
             fallback = Fallback("the whole region", str(reason), lines[-1] if lines else "")
@@ -91,9 +90,8 @@ def _device(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> torch.devic
         val = node.meta.get("example_value")
         if isinstance(val, torch.Tensor):
             devices.add(val.device)
-    if len(devices) > 1:
-        if any(d.type != "cpu" for d in devices):
-            raise Untraceable(f"tensors of one region are on several devices ({', '.join(sorted(map(str, devices)))})")
+    if len(devices) > 1 and any(d.type != "cpu" for d in devices):
+        raise Untraceable(f"tensors of one region are on several devices ({', '.join(sorted(map(str, devices)))})")
     return devices.pop() if devices else torch.device("cpu")
 
 

@@ -12,7 +12,7 @@ from torch import fx
 
 from lightning_ort.errors import MismatchError
 
-__all__ = ["Results", "compare", "evaluate", "forked_rng"]
+__all__ = ["ForkedRNG", "Results", "compare", "evaluate"]
 
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 # An entry may be off by the tolerance times the largest entry of its own tensor plus this share of the largest entry
@@ -31,7 +31,7 @@ class Results:
     updates: dict[int, torch.Tensor]
 
 
-class forked_rng:
+class ForkedRNG:
     """Start from the random state ``start`` (default: the present one) and restore the present state at the end."""
 
     def __init__(self, device: torch.device, start: Sequence[torch.Tensor] | None = None) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from lightning_ort.compiler.plan import Fallback, Plan, is_number
+from lightning_ort.compiler.allocation import allocator, pooled_allocator
+from lightning_ort.compiler.drawing import drawer
+from lightning_ort.compiler.numbers import is_number
+from lightning_ort.compiler.plan import Fallback, Plan
 from lightning_ort.compiler.sizes import Sizes, UnknownSize
 from lightning_ort.compiler.trace import Traced, Untraceable
-from lightning_ort.runtime.memory import TensorPool
 from lightning_ort.runtime.session import RuntimeConfig
 
 __all__ = ["Executable"]
@@ -51,12 +53,12 @@ class Executable:
         position = {n: i for i, n in enumerate(results)}
         try:
             sizes = Sizes(inputs)
-            self._allocate = _allocator(others, sizes, device)
-            self._allocate_gradients = _pooled(own, device) or _allocator(own, sizes, device)
+            self._allocate = allocator(others, sizes, device)
+            self._allocate_gradients = pooled_allocator(own, device) or allocator(own, sizes, device)
             numbers = [o.meta["val"] if isinstance(o, fx.Node) and is_number(o) else o for o in traced.outputs]
             self._numbers = sizes.evaluator([0 if isinstance(n, fx.Node) or n is None else n for n in numbers])
             self.plan = Plan(traced.module, inputs, results, config, device)
-            self._draw = self.plan.drawer(traced.draws)
+            self._draw = drawer(traced.draws, sizes, device)
         except UnknownSize as error:
             raise Untraceable(str(error)) from error
         self.has_draws = bool(traced.draws)
@@ -87,26 +89,3 @@ class Executable:
     def numbers(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Outputs that are Python numbers; 0 in the place of tensors."""
         return self._numbers(inputs)
-
-
-Allocator = Callable[[Sequence[Any]], list[torch.Tensor]]
-
-
-def _allocator(nodes: Sequence[fx.Node], sizes: Sizes, device: torch.device) -> Allocator:
-    """Function from the inputs of a run to fresh contiguous tensors for ``nodes``."""
-    parts = [(sizes.evaluator(n.meta["val"].shape), n.meta["val"].dtype) for n in nodes]
-    empty = torch.empty
-
-    def allocate(inputs: Sequence[Any]) -> list[torch.Tensor]:
-        return [empty(size(inputs), dtype=dtype, device=device) for size, dtype in parts]
-
-    return allocate
-
-
-def _pooled(nodes: Sequence[fx.Node], device: torch.device) -> Allocator | None:
-    """Like :func:`_allocator`, from a pool; ``None`` when sizes or types do not allow it."""
-    vals = [n.meta["val"] for n in nodes]
-    if not vals or len({v.dtype for v in vals}) > 1 or not all(isinstance(size, int) for v in vals for size in v.shape):
-        return None
-    pool = TensorPool([v.shape for v in vals], vals[0].dtype, device)
-    return lambda inputs: pool.take()

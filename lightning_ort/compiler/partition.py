@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compiler.plan import is_number
+from lightning_ort.compiler.numbers import is_number
 from lightning_ort.compiler.trace import Traced
 
 __all__ = ["Partition", "split"]
@@ -59,7 +59,9 @@ def split(joint: Traced) -> Partition:
     seen = set(pending)
     while pending:
         node = pending.pop()
-        if node.op == "placeholder" or (node not in backward and not is_number(node) and node.target not in _RECOMPUTED):
+        if node.op == "placeholder" or (
+            node not in backward and not is_number(node) and node.target not in _RECOMPUTED
+        ):
             if node.op == "get_attr":
                 copied.add(node)
             elif node not in backward:

@@ -11,12 +11,11 @@ import torch
 from torch import fx
 from torch._guards import TracingContext, tracing
 
-from lightning_ort.compiler.aliases import input_views, same_storage
 from lightning_ort.compiler.autograd import LossStep, PairStep
-from lightning_ort.compiler.checking import Results, compare, evaluate, forked_rng
+from lightning_ort.compiler.checking import ForkedRNG, Results, compare, evaluate
 from lightning_ort.compiler.executable import Executable
+from lightning_ort.compiler.layout import OutputLayout
 from lightning_ort.compiler.partition import split
-from lightning_ort.compiler.sizes import Sizes
 from lightning_ort.compiler.trace import Derivative, Traced, fake_inputs, trace
 from lightning_ort.errors import MismatchError
 from lightning_ort.runtime.session import RuntimeConfig
@@ -73,7 +72,7 @@ class Region:
         self._config, self._verify, self._on_compiled = config, verify, on_compiled
         self._fakes = fake_inputs(graph, example_inputs)
         self._context = TracingContext.get()
-        self._layout = _OutputLayout(graph)
+        self._layout = OutputLayout(graph)
         self._names = _names(graph)
         self.wanted = [i for i, x in enumerate(self._fakes) if isinstance(x, torch.Tensor) and x.requires_grad]
         self._loss: Executable | None = None
@@ -187,9 +186,7 @@ class Region:
         results = pair.backward.run([*kept, *incoming])
         return gradients_of(pair.backward, results, self.wanted)
 
-    def _execute(
-        self, executable: Executable, args: Sequence[Any], incoming: Mapping[int, Any]
-    ) -> list[torch.Tensor]:
+    def _execute(self, executable: Executable, args: Sequence[Any], incoming: Mapping[int, Any]) -> list[torch.Tensor]:
         if self._verify and id(executable) not in self._verified:
             results = self._execute_verified(executable, args, incoming)
             self._verified.add(id(executable))
@@ -206,13 +203,13 @@ class Region:
     def _execute_verified(
         self, executable: Executable, args: Sequence[Any], incoming: Mapping[int, Any]
     ) -> list[torch.Tensor]:
-        start = forked_rng.state(self.device)
-        with forked_rng(self.device):
+        start = ForkedRNG.state(self.device)
+        with ForkedRNG(self.device):
             reference = evaluate(self.graph, args, incoming, self.wanted)
-            end = forked_rng.state(self.device)
+            end = ForkedRNG.state(self.device)
         results = executable.run(args)
         try:
-            if not all(torch.equal(a, b) for a, b in zip(end, forked_rng.state(self.device), strict=True)):
+            if not all(torch.equal(a, b) for a, b in zip(end, ForkedRNG.state(self.device), strict=True)):
                 raise MismatchError("the step draws other random numbers in ONNX Runtime than in torch")
             reference.outputs = {i: o for i, o in reference.outputs.items() if executable.outputs[i] is not None}
             got = Results(
@@ -222,13 +219,15 @@ class Region:
             )
             compare(got, reference, self._names, lambda: self._precise(args, incoming, start))
         except MismatchError:
-            forked_rng(self.device).restore(start)
+            ForkedRNG(self.device).restore(start)
             raise
         return results
 
-    def _precise(self, args: Sequence[Any], incoming: Mapping[int, Any], start: Sequence[torch.Tensor]) -> Results | None:
+    def _precise(
+        self, args: Sequence[Any], incoming: Mapping[int, Any], start: Sequence[torch.Tensor]
+    ) -> Results | None:
         """The same in float64, or ``None`` where the graph does not allow that."""
-        with forked_rng(self.device, start):
+        with ForkedRNG(self.device, start):
             try:
                 return evaluate(self.graph, args, incoming, self.wanted, dtype=torch.float64)
             except (RuntimeError, TypeError, ValueError):
@@ -238,7 +237,7 @@ class Region:
         self, args: Sequence[Any], start: Any, incoming: Mapping[int, torch.Tensor], got: Sequence[torch.Tensor | None]
     ) -> None:
         """Compare the first gradients of a backward graph with torch's."""
-        with forked_rng(self.device, start):
+        with ForkedRNG(self.device, start):
             reference = evaluate(self.graph, args, incoming, self.wanted)
         found = {i: g for i, g in zip(self.wanted, got, strict=True) if g is not None}
         compare(
@@ -256,7 +255,7 @@ class Region:
         for i, x in enumerate(local):
             if isinstance(x, torch.Tensor) and not (create_graph and i in self.wanted):
                 local[i] = x.detach().requires_grad_() if i in self.wanted else x.detach().clone()
-        with forked_rng(self.device, start), torch.enable_grad():
+        with ForkedRNG(self.device, start), torch.enable_grad():
             outputs = self.graph(*local)
             return list(
                 torch.autograd.grad(
@@ -277,71 +276,6 @@ def gradients_of(
     return [found.get(i) for i in wanted]
 
 
-class _OutputLayout:
-    """How the outputs that Dynamo expects are made from the tensors of a run."""
-
-    def __init__(self, graph: fx.GraphModule) -> None:
-        results = graph.graph.output_node().args[0]
-        self.values = [r.meta.get("example_value") if isinstance(r, fx.Node) else r for r in results]  # type: ignore[union-attr]
-        placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
-        for node in placeholders:
-            node.meta.setdefault("val", node.meta.get("example_value"))
-        self.views = input_views(graph, Sizes(placeholders))
-        self.differentiable = [
-            i
-            for i, v in enumerate(self.values)
-            if isinstance(v, torch.Tensor) and v.requires_grad and i not in self.views
-        ]
-
-    def learn(self, executable: Executable) -> None:
-        """Take over the positions of ``executable``; they are the same for every graph of a region."""
-        positions = [None if i in self.views else p for i, p in enumerate(executable.outputs)]
-        self.n_unique = 1 + max((p for p in executable.outputs if p is not None), default=-1)
-        self.differentiable_positions = {positions[i]: i for i in self.differentiable if positions[i] is not None}
-        self.not_differentiable = [p for p in range(self.n_unique) if p not in self.differentiable_positions]
-        first: dict[int, int] = {}
-        self._parts: list[Any] = []
-        for i, position in enumerate(positions):
-            if i in self.views:
-                self._parts.append(self.views[i])
-            elif position is None:
-                self._parts.append(None)
-            elif position not in first:
-                first[position] = i
-                self._parts.append((position, None if i in self.differentiable or position in self.not_differentiable else torch.Tensor.detach))
-            elif same_storage(self.values[i], self.values[first[position]]):
-                self._parts.append((position, _alias if i in self.differentiable else torch.Tensor.detach))
-            else:
-                self._parts.append((position, torch.clone if i in self.differentiable else _detached_copy))
-        self._simple = [p[0] for p in self._parts if isinstance(p, tuple) and p[1] is None]
-        if len(self._simple) != len(self._parts):
-            self._simple = None  # type: ignore[assignment]
-
-    def arrange(self, executable: Executable, tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> list[Any]:
-        """Outputs in Dynamo's order."""
-        if self._simple is not None:
-            return [tensors[i] for i in self._simple]
-        numbers = executable.numbers(args) if executable.has_numbers else ()
-        outputs: list[Any] = []
-        for i, part in enumerate(self._parts):
-            if part is None:
-                outputs.append(numbers[i] if numbers else None)
-            elif isinstance(part, tuple):
-                position, change = part
-                outputs.append(tensors[position] if change is None else change(tensors[position]))
-            else:
-                outputs.append(part(args))
-        return outputs
-
-
-def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view_as(tensor)
-
-
-def _detached_copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone()
-
-
 def _names(graph: fx.GraphModule) -> dict[str, dict[int, str]]:
     """Users' names of inputs (as gradients and as changed tensors) and outputs."""
     inputs = {}
@@ -353,5 +287,5 @@ def _names(graph: fx.GraphModule) -> dict[str, dict[int, str]]:
     return {
         "gradients": {i: f"the gradient of {n}" for i, n in inputs.items()},
         "updates": {i: f"the new value of {n}" for i, n in inputs.items()},
-        "outputs": {i: f"output {i} ({getattr(r, 'name', r)})" for i, r in enumerate(results)},  # type: ignore[arg-type]
+        "outputs": {i: f"output {i} ({getattr(r, 'name', r)})" for i, r in enumerate(results)},
     }

@@ -96,5 +96,5 @@ def _expression(number: Number) -> Any:
         expression = number.node.expr
         if expression.free_symbols:
             return expression
-        return int(number) if isinstance(number, torch.SymInt) else float(number)
+        return int(number) if isinstance(number, torch.SymInt) else float(expression)
     return number

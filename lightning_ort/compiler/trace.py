@@ -112,7 +112,7 @@ def trace(
                 local.append(x)
             elif i in wanted:
                 local.append(x.detach().requires_grad_())
-            elif fakes[i].item_memo is not None:  # a copy would not know the number
+            elif _is_number(fakes[i]):  # a copy would not know the number
                 local.append(x)
             else:
                 local.append(x.detach().clone())
@@ -133,10 +133,15 @@ def trace(
     return _signature(module, fakes, wanted, differentiated if tangent_fakes else ())
 
 
+def _is_number(fake: Any) -> bool:
+    """Whether a fake tensor stands for a Python float of the user's, which Dynamo reads by ``item()``."""
+    return getattr(fake, "item_memo", None) is not None
+
+
 def _functional_graph(joint: Any, fakes: list[Any], tangents: list[Any], *, grad: bool) -> fx.GraphModule:
     mode = TracingContext.get().fake_mode
     assert mode is not None
-    plain = [x.detach() if isinstance(x, torch.Tensor) and x.item_memo is None else x for x in fakes]
+    plain = [x.detach() if isinstance(x, torch.Tensor) and not _is_number(x) else x for x in fakes]
     with contextlib.ExitStack() as stack:
         stack.enter_context(mode)
         stack.enter_context(enable_python_dispatcher())
@@ -184,7 +189,7 @@ def _tangents(region: fx.GraphModule, outputs: Sequence[int]) -> list[torch.Tens
     tangents = []
     with mode:
         for i in outputs:
-            like = results[i].meta["example_value"]  # type: ignore[index,union-attr]
+            like = results[i].meta["example_value"]
             tangents.append(torch.empty(like.shape, dtype=like.dtype, device=like.device))
     return tangents
 

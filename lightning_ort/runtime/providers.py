@@ -38,7 +38,9 @@ def choose_providers(
     names = [native] if providers is None else list(providers)
     options = check_available(names, provider_options)
     if device.type == "cuda" and native not in names:
-        raise ProviderError(f"providers={names!r} cannot reach tensors on {str(device)!r}; {native} must be among them.")
+        raise ProviderError(
+            f"providers={names!r} cannot reach tensors on {str(device)!r}; {native} must be among them."
+        )
     if device.type == "cuda":
         options[native].setdefault("device_id", str(device.index or 0))
         # torch and ONNX Runtime must queue their work on one stream, or one reads what the other has not written

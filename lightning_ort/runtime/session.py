@@ -55,7 +55,9 @@ class RuntimeConfig:
             elif hasattr(options, key):
                 setattr(options, key, value)
             else:
-                known = ", ".join(a for a in dir(options) if not a.startswith("_") and not callable(getattr(options, a)))
+                known = ", ".join(
+                    a for a in dir(options) if not a.startswith("_") and not callable(getattr(options, a))
+                )
                 raise ValueError(f"session_options has no {key!r}. Attributes: {known}; other keys contain a dot.")
         return options
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import itertools
 from collections.abc import Callable, Iterable, Iterator, MutableSequence
 from typing import Any
 
@@ -22,10 +23,10 @@ def appended_attributes(cls: type, method: Callable[..., Any]) -> set[str]:
             continue
         seen.add(code)
         instructions = list(dis.get_instructions(code))
-        for first, second in zip(instructions, instructions[1:], strict=False):
-            if second.opname in ("LOAD_METHOD", "LOAD_ATTR") and second.argval in ("append", "extend"):
-                if first.opname == "LOAD_ATTR":
-                    found.add(str(first.argval))
+        for first, second in itertools.pairwise(instructions):
+            appends = second.opname in ("LOAD_METHOD", "LOAD_ATTR") and second.argval in ("append", "extend")
+            if appends and first.opname == "LOAD_ATTR":
+                found.add(str(first.argval))
         for name in code.co_names:
             pending.append(getattr(getattr(cls, name, None), "__code__", None))
     return found
@@ -96,7 +97,7 @@ class GrowingLists:
                 yield name, value
 
 
-class GrowingList(MutableSequence):  # type: ignore[type-arg]
+class GrowingList(MutableSequence[Any]):
     """Stands in for a list attribute that grows from step to step.
 
     Appending collects in a short list of this step; everything else acts on the real list, outside of the graph.
@@ -173,7 +174,7 @@ class GrowingList(MutableSequence):  # type: ignore[type-arg]
         return self.whole() + other
 
     @torch.compiler.disable
-    def __iadd__(self, values: Iterable[Any]) -> GrowingList:  # type: ignore[override,misc]
+    def __iadd__(self, values: Iterable[Any]) -> GrowingList:
         self.whole().extend(values)
         return self
 

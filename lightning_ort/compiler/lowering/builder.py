@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Union
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx_ir as ir
@@ -19,7 +19,7 @@ OPSET = 20
 IR_VERSION = 10  # the newest that ONNX Runtime 1.19 reads
 CONTRIB = "com.microsoft"
 
-Dim = Union[int, fx.Node]
+Dim: TypeAlias = int | fx.Node
 """One size: a number, or the fx node of a symbolic size."""
 
 
@@ -205,7 +205,7 @@ class GraphBuilder:
     def dims(self, dims: Sequence[Dim]) -> ir.Value:
         """An int64 vector of sizes, some of which may be symbolic."""
         if all(isinstance(d, int) for d in dims):
-            return self.ints([int(d) for d in dims])  # type: ignore[arg-type]
+            return self.ints([int(d) for d in dims])
         pieces: list[ir.Value] = []
         run: list[int] = []
         for d in dims:

@@ -97,8 +97,8 @@ def _rounding(op_type: str) -> Any:
     return lower
 
 
-for _target, _op in {math.ceil: "Ceil", math.floor: "Floor", math.trunc: "", torch.sym_int: ""}.items():
-    lowers(_target)(_rounding(_op))
+for _function, _op in {math.ceil: "Ceil", math.floor: "Floor", math.trunc: "", torch.sym_int: ""}.items():
+    lowers(_function)(_rounding(_op))
 
 
 def _sym_sqrt(g: GraphBuilder, node: fx.Node, a: Any) -> ir.Value:
