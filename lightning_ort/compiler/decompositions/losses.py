@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_ort.compiler.decompositions.composites import composes
-from lightning_ort.compiler.decompositions.registry import keeps
+from lightning_ort.compiler.decompositions.registry import decomposes, keeps
 
 aten = torch.ops.aten
 
@@ -32,3 +32,39 @@ def multilabel_margin_loss_forward(x: Tensor, target: Tensor, reduction: int) ->
     loss = torch.where(counted, margins, 0).sum((1, 2)) / classes
     loss = loss.mean() if reduction == 1 else loss.sum() if reduction == 2 else loss
     return (loss if len(shape) > 1 or reduction else loss.squeeze(0)), is_target.to(x.dtype).reshape(shape)
+
+
+def _reduced(loss: Tensor, reduction: int) -> Tensor:
+    return loss.mean() if reduction == 1 else loss.sum() if reduction == 2 else loss
+
+
+def _bounded_gradient(grad: Tensor, slope: Tensor, reduction: int) -> Tensor:
+    return grad / slope.numel() * slope if reduction == 1 else grad * slope
+
+
+@decomposes(aten.smooth_l1_loss.default)
+def smooth_l1_loss(x: Tensor, target: Tensor, reduction: int = 1, beta: float = 1.0) -> Tensor:
+    if beta == 0:
+        return _reduced((x - target).abs(), reduction)
+    distance = (x - target).abs()
+    near = distance.clamp(max=beta)
+    return _reduced((distance - near * 0.5) * near / beta, reduction)
+
+
+@decomposes(aten.smooth_l1_loss_backward.default)
+def smooth_l1_loss_backward(grad: Tensor, x: Tensor, target: Tensor, reduction: int, beta: float) -> Tensor:
+    difference = x - target
+    slope = difference.sign() if beta == 0 else (difference / beta).clamp(-1, 1)
+    return _bounded_gradient(grad, slope, reduction)
+
+
+@decomposes(aten.huber_loss.default)
+def huber_loss(x: Tensor, target: Tensor, reduction: int = 1, delta: float = 1.0) -> Tensor:
+    distance = (x - target).abs()
+    near = distance.clamp(max=delta)
+    return _reduced((distance - near * 0.5) * near, reduction)
+
+
+@decomposes(aten.huber_loss_backward.default)
+def huber_loss_backward(grad: Tensor, x: Tensor, target: Tensor, reduction: int, delta: float) -> Tensor:
+    return _bounded_gradient(grad, (x - target).clamp(-delta, delta), reduction)

@@ -1,4 +1,4 @@
-"""Element-wise operators that ONNX has, or that are better not written with choices."""
+"""Operators that ONNX has, or whose lowering knows a better form than torch's rewriting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ aten = torch.ops.aten
 keeps(
     aten.threshold_backward.default,
     aten.clamp_min.default, aten.clamp_min.Tensor, aten.clamp_max.default, aten.clamp_max.Tensor,
-    aten.logsumexp.default,
+    aten.logsumexp.default, aten.slice_backward.default, aten.select_backward.default,
     aten.tril.default, aten.triu.default, aten.roll.default,
     aten._softmax_backward_data.default, aten._log_softmax_backward_data.default,
     aten.masked_fill.Scalar, aten.masked_fill.Tensor,

@@ -1,4 +1,4 @@
-"""Comparisons, logic, bits, choices and assertions."""
+"""Comparisons, logic, bits and assertions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, rank_of
+from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of
 from lightning_ort.compiler.lowering.pointwise import common_dtype, computing_dtype, operands
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
 
@@ -140,19 +140,6 @@ def copysign(g: GraphBuilder, node: fx.Node, a: Any, b: Any) -> ir.Value:
     x, y = operands(g, node, dtype, a, b)
     size = g.op("Abs", x)
     return g.op("Where", sign_is_negative(g, y, dtype), g.op("Neg", size), size)
-
-
-@lowers(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
-def where(g: GraphBuilder, node: fx.Node, condition: fx.Node, a: Any, b: Any) -> ir.Value:
-    out = dtype_of(node)
-    dtype = torch.int32 if out in (torch.int8, torch.int16, torch.bool) else out
-    chosen = operands(g, node, dtype, condition, a, b)[1:] if rank_of(node) else [g.operand(v, dtype) for v in (a, b)]
-    return g.cast(g.op("Where", g.operand(condition, torch.bool), *chosen), dtype, out)
-
-
-@lowers(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
-def masked_fill(g: GraphBuilder, node: fx.Node, x: fx.Node, mask: fx.Node, value: Any) -> ir.Value:
-    return where(g, node, mask, value, x)
 
 
 @lowers(aten._assert_async.msg, aten._assert_async.default, aten._functional_assert_async.msg)

@@ -78,16 +78,27 @@ def exp2(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
 
 @lowers(aten.log1p.default)
 def log1p(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
-    """log(1+x) without cancellation near 0: log(u) * x / (u - 1) with u = 1 + x (Kahan)."""
+    """log(u) + (x - (u - 1)) / u with u = 1 + x: what rounding took from x in u is added to first order."""
     dtype = dtype_of(node)
     value, one = g.operand(x, dtype), g.constant(1, dtype)
     u = g.op("Add", value, one)
-    difference = g.op("Sub", u, one)
-    exact = g.op("Equal", difference, g.constant(0, dtype))
-    safe = g.op("Where", exact, one, difference)
-    corrected = g.op("Div", g.op("Mul", g.op("Log", u), value), safe)
-    infinite = g.op("Equal", value, g.constant(math.inf, dtype))
-    return g.op("Where", exact, value, g.op("Where", infinite, g.op("Log", u), corrected))
+    logarithm, divisor = g.op("Log", u), u
+    if not _is_exponential_of_negative(x):
+        # at -1 and at infinity there is nothing to add
+        value = g.op("Min", value, g.constant(1e30, dtype))
+        u = g.op("Add", value, one)
+        divisor = g.op("Max", u, g.constant(1e-30, dtype))
+    lost = g.op("Sub", value, g.op("Sub", u, one))
+    return g.op("Add", logarithm, g.op("Div", lost, divisor))
+
+
+def _is_exponential_of_negative(x: fx.Node) -> bool:
+    """Whether ``x`` is exp(-abs(...)), which lies between 0 and 1."""
+    for target in (aten.exp.default, aten.neg.default, aten.abs.default):
+        if x.target is not target:
+            return False
+        x = x.args[0]
+    return True
 
 
 @lowers(aten.expm1.default)

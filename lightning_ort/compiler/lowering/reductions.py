@@ -12,6 +12,7 @@ from torch import fx
 
 from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, rank_of, shape_of
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
+from lightning_ort.compiler.lowering.shapes import is_empty
 
 aten = torch.ops.aten
 
@@ -31,11 +32,6 @@ def reduced(g: GraphBuilder, op_type: str, value: ir.Value, axes: Sequence[int],
 
 def _axes(x: fx.Node, dim: Any) -> list[int]:
     return axes_of(dim, rank_of(x)) if rank_of(x) else []
-
-
-def is_empty(x: fx.Node) -> bool:
-    """Whether ``x`` is known to have no elements."""
-    return any(isinstance(d, int) and d == 0 for d in shape_of(x))
 
 
 def _counting_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -100,8 +96,10 @@ def _extremum(
     value = g.cast(value, dtype, wide)
     result = reduced(g, op_type, value, axes, keepdim)
     if axes and dtype.is_floating_point:
-        spoilt = reduced(g, "ReduceMax", g.op("IsNaN", value), axes, keepdim)
-        result = g.op("Where", spoilt, g.constant(math.nan, dtype), result)
+        # 0, or NaN if there is one: the sum of bounded numbers is finite
+        bounded = g.op("Clip", value, g.constant(-1, dtype), g.constant(1, dtype))
+        spoilt = g.op("Mul", reduced(g, "ReduceSum", bounded, axes, keepdim), g.constant(0, dtype))
+        result = g.op("Add", result, spoilt)
     return g.cast(result, wide, dtype)
 
 
@@ -130,7 +128,7 @@ def min_all(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
 
 
 def arg_extremum(g: GraphBuilder, x: fx.Node, op_type: str, axis: int | None, keepdim: bool) -> ir.Value:
-    """ArgMax or ArgMin, the first of equal ones; a NaN counts as the extremum, as in torch."""
+    """ArgMax or ArgMin, the first of equal ones. NaN is passed over; torch takes it for the extremum."""
     dtype, rank = dtype_of(x), rank_of(x)
     if rank == 0:
         return g.constant(0, torch.int64)
@@ -142,16 +140,9 @@ def arg_extremum(g: GraphBuilder, x: fx.Node, op_type: str, axis: int | None, ke
         index = g.op("TopK", value, g.ints([1]), outputs=2, axis=axis or 0, largest=largest)[1]
         index = index if axis is not None and keepdim else g.op("Squeeze", index, g.ints([axis or 0]))
     else:
-        value = _comparable(g, value, dtype, math.inf if op_type == "ArgMax" else -math.inf)
+        value = value if dtype.is_floating_point else g.cast(value, dtype, torch.int32)
         index = g.op(op_type, value, axis=axis or 0, keepdims=int(keepdim and axis is not None))
     return g.op("Reshape", index, g.ints([1] * rank)) if axis is None and keepdim else index
-
-
-def _comparable(g: GraphBuilder, value: ir.Value, dtype: torch.dtype, nan_as: float) -> ir.Value:
-    """``value`` in a type whose order ONNX Runtime knows, with NaN replaced by an infinity."""
-    if not dtype.is_floating_point:
-        return g.cast(value, dtype, torch.int32)
-    return g.op("Where", g.op("IsNaN", value), g.constant(nan_as, dtype), value)
 
 
 def _position(op_type: str) -> Any:
@@ -165,24 +156,18 @@ lowers(aten.argmax.default)(_position("ArgMax"))
 lowers(aten.argmin.default)(_position("ArgMin"))
 
 
-def _value_and_position(op_type: str) -> Any:
-    """The value is read at the position, which costs less than a second reduction that must mind NaN."""
-
+def _value_and_position(reduction: str, position: str) -> Any:
     def lower(g: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, keepdim: bool = False) -> Any:
         if rank_of(x) == 0:
             return g.value(x), g.constant(0, torch.int64)
-        axis = dim % rank_of(x)
-        index = arg_extremum(g, x, op_type, axis, keepdim=True)
-        value = g.op("GatherElements", g.value(x), index, axis=axis)
-        if keepdim:
-            return value, index
-        return g.op("Squeeze", value, g.ints([axis])), g.op("Squeeze", index, g.ints([axis]))
+        index = arg_extremum(g, x, position, dim % rank_of(x), keepdim)
+        return extremum(g, x, reduction, dim, keepdim), index
 
     return lower
 
 
-lowers(aten.max.dim)(_value_and_position("ArgMax"))
-lowers(aten.min.dim)(_value_and_position("ArgMin"))
+lowers(aten.max.dim)(_value_and_position("ReduceMax", "ArgMax"))
+lowers(aten.min.dim)(_value_and_position("ReduceMin", "ArgMin"))
 
 
 def _truth(op_type: str) -> Any:
@@ -206,7 +191,18 @@ lowers(aten.all.default, aten.all.dim, aten.all.dims)(_truth("ReduceMin"))
 
 @lowers(aten.logsumexp.default)
 def logsumexp(g: GraphBuilder, node: fx.Node, x: fx.Node, dim: Any, keepdim: bool = False) -> ir.Value:
-    return reduced(g, "ReduceLogSumExp", g.operand(x, dtype_of(node)), _axes(x, dim), keepdim)
+    """Written out, as ReduceLogSumExp takes eight times as long."""
+    dtype, axes = dtype_of(node), _axes(x, dim)
+    value = g.operand(x, dtype)
+    if not axes:
+        return value
+    largest = reduced(g, "ReduceMax", value, axes, True)
+    # an infinite one would become NaN in the difference
+    limit = torch.finfo(dtype).max
+    largest = g.op("Clip", largest, g.constant(-limit, dtype), g.constant(limit, dtype))
+    total = reduced(g, "ReduceSum", g.op("Exp", g.op("Sub", value, largest)), axes, True)
+    result = g.op("Add", g.op("Log", total), largest)
+    return result if keepdim else g.op("Squeeze", result, g.ints(axes))
 
 
 @lowers(aten.linalg_vector_norm.default)
@@ -227,7 +223,8 @@ def vector_norm(
     if not axes or order == 1:
         return reduced(g, "ReduceSum", g.op("Abs", value), axes, keepdim)
     if order == 2:
-        return g.op("Sqrt", reduced(g, "ReduceSumSquare", value, axes, keepdim))
+        # in two operators, as ReduceL2 takes three times as long
+        return g.op("Sqrt", reduced(g, "ReduceSum", g.op("Mul", value, value), axes, keepdim))
     size = g.op("Abs", value)
     if abs(order) == math.inf:
         return _extremum(g, size, kind, "ReduceMax" if order > 0 else "ReduceMin", axes, keepdim)

@@ -12,6 +12,7 @@ from torch import fx
 
 from lightning_ort.compiler.lowering.builder import Dim, GraphBuilder, dtype_of, rank_of, shape_of
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
+from lightning_ort.runtime.dtypes import NUMPY
 
 aten = torch.ops.aten
 
@@ -75,6 +76,9 @@ def expand(g: GraphBuilder, node: fx.Node, x: fx.Node, size: Sequence[Any], *, i
     if same_shape(shape_of(x), shape_of(node)):
         return g.value(x)
     g.compact.setdefault(node, g.value(x))
+    if is_empty(node):  # ONNX Runtime drops an Expand to a size of 0 as one that does nothing
+        dims = [r if isinstance(r, int) else s for r, s in zip(shape_of(node), size, strict=True)]
+        return g.op("ConstantOfShape", g.dims(dims), value=ir.tensor(np.zeros(1, NUMPY[dtype_of(node)])))
     lead = rank_of(node) - rank_of(x)
     kept = [1] * lead + list(shape_of(x))
     # A size of 1 leaves the dimension as it is, so that unchanged symbolic sizes need not be computed.
@@ -97,6 +101,11 @@ def copy(g: GraphBuilder, node: fx.Node, x: fx.Node, src: fx.Node, non_blocking:
 def same_shape(a: Sequence[Any], b: Sequence[Any]) -> bool:
     """Whether two shapes are known to be equal, symbolic sizes compared by their expression."""
     return size_key(a) == size_key(b)
+
+
+def is_empty(x: fx.Node) -> bool:
+    """Whether ``x`` is known to have no elements."""
+    return any(isinstance(d, int) and d == 0 for d in shape_of(x))
 
 
 def size_key(shape: Sequence[Any]) -> tuple[Any, ...]:

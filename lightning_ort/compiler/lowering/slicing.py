@@ -13,7 +13,7 @@ from torch import fx
 
 from lightning_ort.compiler.lowering.builder import Dim, GraphBuilder, dtype_of, rank_of, shape_of
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
-from lightning_ort.compiler.lowering.shapes import positive
+from lightning_ort.compiler.lowering.shapes import is_empty, positive
 
 aten = torch.ops.aten
 
@@ -105,17 +105,58 @@ def select_scatter(g: GraphBuilder, node: fx.Node, x: fx.Node, src: fx.Node, dim
     return g.op("Concat", *pieces, axis=dim)
 
 
+@lowers(aten.select_backward.default)
+def select_backward(
+    g: GraphBuilder, node: fx.Node, grad: fx.Node, sizes: Sequence[Dim], dim: int, index: Any
+) -> ir.Value:
+    dim = positive(dim, rank_of(node))
+    if not isinstance(index, int):
+        raise NotLowered("the gradient of an element whose index changes")
+    piece = g.op("Unsqueeze", g.value(grad), g.ints([dim]))
+    return _placed(g, node, piece, sizes, dim, index, 1)
+
+
+@lowers(aten.slice_backward.default)
+def slice_backward(
+    g: GraphBuilder, node: fx.Node, grad: fx.Node, sizes: Sequence[Dim], dim: int, start: Any, end: Any, step: Any
+) -> ir.Value:
+    dim = positive(dim, rank_of(node))
+    if not isinstance(start, int) or not isinstance(step, int):
+        raise NotLowered("the gradient of a slice whose start or step changes")
+    value = g.value(grad)
+    if step > 1:  # zeros after each element, some of which may stand beyond the end
+        length = g.op("Shape", value, start=dim, end=dim + 1)
+        apart = g.op("Pad", g.op("Unsqueeze", value, g.ints([dim + 1])), g.ints([0, step - 1]), None, g.ints([dim + 1]))
+        head = [g.op("Shape", value, end=dim)] if dim else []
+        tail = [g.op("Shape", value, start=dim + 1)] if dim + 1 < rank_of(node) else []
+        shape = [*head, g.op("Mul", length, g.ints([step])), *tail]
+        value = g.op("Reshape", apart, g.op("Concat", *shape, axis=0))
+    return _placed(g, node, value, sizes, dim, start, shape_of(grad)[dim] if step == 1 else None)
+
+
+def _placed(
+    g: GraphBuilder, node: fx.Node, piece: ir.Value, sizes: Sequence[Dim], dim: int, start: int, length: Any
+) -> ir.Value:
+    """``piece``, of that length along ``dim`` if it is known, among zeros."""
+    size = shape_of(node)[dim]
+    if isinstance(size, int) and isinstance(length, int):
+        before = min(max(start + size if start < 0 else start, 0), size)
+        if before == 0 and length == size:
+            return piece
+        return g.op("Pad", piece, g.ints([before, size - length - before]), None, g.ints([dim]))
+    total = g.dims([sizes[dim]])
+    first = g.ints([start]) if start >= 0 else g.op("Max", g.op("Add", total, g.ints([start])), g.ints([0]))
+    rest = g.op("Sub", g.op("Sub", total, g.op("Shape", piece, start=dim, end=dim + 1)), first)
+    return g.op("Pad", piece, g.op("Concat", first, rest, axis=0), None, g.ints([dim]))
+
+
 @lowers(aten.cat.default)
 def cat(g: GraphBuilder, node: fx.Node, tensors: Sequence[fx.Node], dim: int = 0) -> ir.Value:
     rank, dtype = rank_of(node), dtype_of(node)
     # torch skips 1-d empty tensors among others of any rank
-    kept = [t for t in tensors if rank_of(t) == rank and not (rank == 1 and _is_empty(t))] or list(tensors[:1])
+    kept = [t for t in tensors if rank_of(t) == rank and not (rank == 1 and is_empty(t))] or list(tensors[:1])
     values = [g.operand(t, dtype) for t in kept]
     return values[0] if len(values) == 1 else g.op("Concat", *values, axis=positive(dim, rank))
-
-
-def _is_empty(x: fx.Node) -> bool:
-    return any(isinstance(d, int) and d == 0 for d in shape_of(x))
 
 
 @lowers(aten.stack.default)

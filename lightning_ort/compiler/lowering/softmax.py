@@ -10,6 +10,7 @@ from torch import fx
 
 from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, rank_of
 from lightning_ort.compiler.lowering.registry import lowers
+from lightning_ort.compiler.lowering.shapes import is_empty
 
 aten = torch.ops.aten
 
@@ -20,9 +21,21 @@ def _normalized(op_type: str) -> Any:
         if rank == 0:
             row = g.op(op_type, g.op("Reshape", value, g.ints([1])), axis=0)
             return g.op("Reshape", row, g.ints([]))
-        return g.op(op_type, value, axis=dim % rank)
+        axis = dim % rank
+        return g.op(op_type, value, axis=axis) if axis == rank - 1 or is_empty(x) else _inner(g, op_type, value, axis)
 
     return lower
+
+
+def _inner(g: GraphBuilder, op_type: str, value: ir.Value, axis: int) -> ir.Value:
+    """Written out along a dimension that is not the last one, which ONNX Runtime would move there and back."""
+    axes = g.ints([axis])
+    shifted = g.op("Sub", value, g.op("ReduceMax", value, axes, keepdims=1))
+    exponential = g.op("Exp", shifted)
+    total = g.op("ReduceSum", exponential, axes, keepdims=1)
+    if op_type == "Softmax":
+        return g.op("Div", exponential, total)
+    return g.op("Sub", shifted, g.op("Log", total))
 
 
 lowers(aten._softmax.default)(_normalized("Softmax"))

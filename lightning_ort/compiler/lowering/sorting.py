@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.lowering.builder import Dim, GraphBuilder, dtype_of, rank_of, shape_of
-from lightning_ort.compiler.lowering.reductions import is_empty
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
+from lightning_ort.compiler.lowering.shapes import is_empty
 
 aten = torch.ops.aten
 

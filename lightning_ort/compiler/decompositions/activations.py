@@ -1,0 +1,159 @@
+"""Activations and their gradients, with as few passes over the tensor as there can be.
+
+ONNX Runtime computes one operator at a time. Its Where takes as long as five to fifty multiplications, its Elu,
+Softplus, Mish and Log as long as ten to a hundred; factors and bounds take their place.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lightning_ort.compiler.decompositions.registry import decomposes
+
+aten = torch.ops.aten
+
+
+def _step(x: Tensor) -> Tensor:
+    """1 where x > 0, else 0: the largest number times any positive one is at least 1 (denormal numbers aside)."""
+    if x.dtype not in (torch.float32, torch.float64):
+        return (x > 0).to(x.dtype)
+    return (x * torch.finfo(x.dtype).max).clamp(0, 1)
+
+
+@decomposes(aten.gelu.default)
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    return x * _gelu_factor(x, approximate)
+
+
+def _gelu_factor(x: Tensor, approximate: str) -> Tensor:
+    """What x is multiplied by; the backward graph shares it."""
+    if approximate == "tanh":
+        return (torch.tanh(x * _tanh_slope(x)) + 1) * 0.5
+    return (torch.erf(x * math.sqrt(0.5)) + 1) * 0.5
+
+
+def _tanh_slope(x: Tensor) -> Tensor:
+    scale = math.sqrt(2 / math.pi)
+    return (x * x) * (0.044715 * scale) + scale
+
+
+@decomposes(aten.gelu_backward.default)
+def gelu_backward(grad: Tensor, x: Tensor, approximate: str = "none") -> Tensor:
+    factor = _gelu_factor(x, approximate)
+    if approximate != "tanh":
+        density = torch.exp((x * x) * -0.5) * (x * math.sqrt(0.5 / math.pi))
+        return grad * (density + factor)
+    # with h the factor: h + x h' = h (1 + 2 x (1 - h) u'), where u' is the derivative of the argument of tanh
+    scale = math.sqrt(2 / math.pi)
+    twice_derivative = (x * x) * (6 * 0.044715 * scale) + 2 * scale
+    return grad * (factor * (x * (1 - factor) * twice_derivative + 1))
+
+
+@decomposes(aten.silu_backward.default)
+def silu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    sigmoid = torch.sigmoid(x)
+    return grad * (sigmoid + (x * sigmoid) * (1 - sigmoid))
+
+
+@decomposes(aten.leaky_relu.default)
+def leaky_relu(x: Tensor, negative_slope: float = 0.01) -> Tensor:
+    if not 0 <= negative_slope <= 1:
+        return torch.where(x > 0, x, x * negative_slope)
+    return torch.maximum(x, x * negative_slope)
+
+
+@decomposes(aten.leaky_relu_backward.default)
+def leaky_relu_backward(grad: Tensor, x: Tensor, negative_slope: float, self_is_result: bool) -> Tensor:
+    if not 0 < negative_slope <= 1 or x.dtype not in (torch.float32, torch.float64):
+        return torch.where(x > 0, grad, grad * negative_slope)
+    return grad * (x * torch.finfo(x.dtype).max).clamp(negative_slope, 1)
+
+
+@decomposes(aten._prelu_kernel.default)
+def prelu(x: Tensor, weight: Tensor) -> Tensor:
+    return x.clamp(min=0) + weight * x.clamp(max=0)
+
+
+@decomposes(aten._prelu_kernel_backward.default)
+def prelu_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return grad * (weight + (1 - weight) * _step(x)), grad * x.clamp(max=0)
+
+
+@decomposes(aten.elu.default)
+def elu(x: Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Tensor:
+    growth = torch.exp(x.clamp(max=0) * input_scale) - 1
+    return x.clamp(min=0) * scale + growth * (alpha * scale)
+
+
+@decomposes(aten.elu_backward.default)
+def elu_backward(grad: Tensor, alpha: float, scale: float, input_scale: float, is_result: bool, x: Tensor) -> Tensor:
+    if is_result:
+        slope = (x.clamp(max=0) + alpha * scale) * input_scale
+    else:
+        slope = torch.exp(x.clamp(max=0) * input_scale) * (alpha * scale * input_scale)
+    above, jump = scale, scale - alpha * scale * input_scale
+    if abs(jump) <= 1e-12 * abs(above):  # the slope is continuous
+        return grad * slope
+    return grad * (slope + _step(x) * jump)
+
+
+@decomposes(aten.hardswish_backward.default)
+def hardswish_backward(grad: Tensor, x: Tensor) -> Tensor:
+    inside = _step(3 - x.abs())
+    slope = (x.clamp(-3, 3) * (1 / 3) + 0.5) * inside + (x >= 3).to(x.dtype)
+    return torch.where(x > -3, grad * slope, 0)
+
+
+def _log1p_exp_minus_abs(x: Tensor) -> Tensor:
+    return torch.log1p(torch.exp(-x.abs()))
+
+
+def _is_beyond_precision(x: Tensor, threshold: float) -> bool:
+    """Whether softplus(x) and x are the same number from the threshold on."""
+    return threshold >= 18 and x.dtype == torch.float32
+
+
+@decomposes(aten.softplus.default)
+def softplus(x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
+    scaled = x if beta == 1 else x * beta
+    smooth = scaled.clamp(min=0) + _log1p_exp_minus_abs(scaled)
+    smooth = smooth if beta == 1 else smooth / beta
+    return smooth if _is_beyond_precision(x, threshold) else torch.where(scaled > threshold, x, smooth)
+
+
+@decomposes(aten.softplus_backward.default)
+def softplus_backward(grad: Tensor, x: Tensor, beta: float, threshold: float) -> Tensor:
+    scaled = x if beta == 1 else x * beta
+    smooth = grad * torch.sigmoid(scaled)
+    return smooth if _is_beyond_precision(x, threshold) else torch.where(scaled > threshold, grad, smooth)
+
+
+@decomposes(aten.log_sigmoid_forward.default)
+def log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.clamp(max=0) - _log1p_exp_minus_abs(x), x.new_zeros(0)
+
+
+@decomposes(aten.log_sigmoid_backward.default)
+def log_sigmoid_backward(grad: Tensor, x: Tensor, buffer: Tensor) -> Tensor:
+    return grad * torch.sigmoid(-x)
+
+
+def _tanh_of_softplus(x: Tensor) -> Tensor:
+    """n / (n + 2) with n = e^x (e^x + 2); beyond 20 it is 1 and the exponential could overflow."""
+    growth = torch.exp(x.clamp(max=20))
+    numerator = growth * (growth + 2)
+    return numerator / (numerator + 2)
+
+
+@decomposes(aten.mish.default)
+def mish(x: Tensor) -> Tensor:
+    return x * _tanh_of_softplus(x)
+
+
+@decomposes(aten.mish_backward.default)
+def mish_backward(grad: Tensor, x: Tensor) -> Tensor:
+    y = _tanh_of_softplus(x)
+    return grad * (y + (x * torch.sigmoid(x)) * (1 - y * y))

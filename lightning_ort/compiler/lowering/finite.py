@@ -1,0 +1,65 @@
+"""Which values are finite as long as the computation is sound."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+# Bounded, or sums of products of their arguments: with a sound computation they hold no NaN and no infinity.
+_BOUNDED = {
+    aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.mv, aten.dot, aten.convolution, aten.convolution_backward,
+    aten.native_layer_norm, aten.native_layer_norm_backward, aten.native_group_norm, aten.native_batch_norm_backward,
+    aten._native_batch_norm_legit_functional, aten.embedding, aten.sigmoid, aten.tanh, aten.erf, aten.sin, aten.cos,
+    aten._softmax, aten._softmax_backward_data, aten._log_softmax_backward_data, aten.nll_loss_backward,
+}  # fmt: skip
+
+# Finite if their arguments are.
+_KEEPING = {
+    aten.add, aten.sub, aten.rsub, aten.mul, aten.neg, aten.abs, aten.relu, aten.gelu, aten.silu, aten.leaky_relu,
+    aten.threshold_backward, aten.gelu_backward, aten.leaky_relu_backward, aten.clamp, aten.clamp_min, aten.clamp_max,
+    aten.maximum, aten.minimum, aten.where, aten.masked_fill, aten.sum, aten.mean, aten.amax, aten.amin, aten._to_copy,
+    aten.view, aten._unsafe_view, aten.reshape, aten.permute, aten.transpose, aten.t, aten.expand, aten.unsqueeze,
+    aten.squeeze, aten.slice, aten.select, aten.cat, aten.stack, aten.split, aten.split_with_sizes, aten.flip,
+    aten.clone, aten.gather, aten.index, aten.full, aten.full_like, aten.zeros_like, aten.ones_like, aten.scalar_tensor,
+    aten.slice_backward, aten.select_backward, aten.constant_pad_nd, aten.max_pool2d_with_indices_backward,
+    aten.avg_pool2d_backward, aten.avg_pool2d, aten.max_pool2d_with_indices,
+}  # fmt: skip
+
+
+def is_finite(arg: Any) -> bool:
+    """Whether no element of ``arg`` can be infinite or NaN unless something overflowed or was so from the start.
+
+    Where it is, zeros may be written by multiplication. Inputs are not taken for finite: data may use NaN for what
+    is missing, and mask it.
+    """
+    if isinstance(arg, (list, tuple)):
+        return all(is_finite(a) for a in arg)
+    if isinstance(arg, float):
+        return abs(arg) < float("inf")
+    if not isinstance(arg, fx.Node):
+        return True
+    if "finite" not in arg.meta:
+        arg.meta["finite"] = _computes_finite(arg)
+    return bool(arg.meta["finite"])
+
+
+def _computes_finite(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return False
+    if not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
+        return True
+    if isinstance(node.meta["val"], torch.Tensor) and not node.meta["val"].is_floating_point():
+        return True
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet in _BOUNDED:
+        return True
+    if packet is aten.div:
+        divisor = node.args[1]
+        return isinstance(divisor, (int, float)) and divisor != 0 and is_finite(node.args[0])
+    if packet in _KEEPING:
+        return all(is_finite(a) for a in node.args)
+    return getattr(node.target, "__name__", "") == "getitem" and is_finite(node.args[0])
