@@ -58,7 +58,7 @@ def test_validate_test_predict(inference_mode):
     assert not any(p.requires_grad for p in other_outputs)
     assert [m.training for m in module.modules()] == [m.training for m in eager.modules()]
     for name in ("validation_step", "test_step", "predict_step"):
-        assert_in_ort(trainer, name, graphs=2, recompilations=1)
+        assert_in_ort(trainer, name, graphs=4, recompilations=2)  # test_step breaks at its metric
 
 
 def test_evaluation_between_fits():
