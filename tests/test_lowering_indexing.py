@@ -33,6 +33,7 @@ def assigned(x: Tensor, index: object, value: object) -> Tensor:
 
 
 C = torch.tensor([0, 2, 2])
+REDUCTIONS = ("sum", "mean", "prod", "amax", "amin")
 D = torch.tensor([0, 2, -1])
 
 INDEXING = [
@@ -54,9 +55,28 @@ INDEXING = [
     Case("scatter_add", lambda x, i, s: x.scatter_add(1, i, s), three),
     Case("scatter_add_smaller", lambda x, i: x.scatter_add(1, i, x), lambda b: three(b)[:2], gradients=False),
     Case("scatter_reduce_sum", lambda x, i, s: x.scatter_reduce(1, i, s, "sum"), three),
-    Case("scatter_reduce_amax", lambda x, i, s: x.scatter_reduce(1, i, s, "amax"), three, gradients=False),
-    Case("scatter_reduce_amin", lambda x, i, s: x.scatter_reduce(1, i, s, "amin"), three, gradients=False),
+    Case("scatter_reduce_amax", lambda x, i, s: x.scatter_reduce(1, i, s, "amax"), three),
+    Case("scatter_reduce_amin", lambda x, i, s: x.scatter_reduce(1, i, s, "amin"), three),
     Case("scatter_reduce_prod", lambda x, i, s: x.scatter_reduce(1, i, s, "prod"), three, gradients=False),
+    Case("scatter_reduce_mean", lambda x, i, s: x.scatter_reduce(1, i, s, "mean"), three),
+    Case(
+        "scatter_reduce_others",
+        lambda x, i, s: [x.scatter_reduce(1, i, s, r, include_self=False) for r in REDUCTIONS],
+        three,
+        gradients=False,
+    ),
+    Case(
+        "scatter_reduce_int",
+        lambda i: i.scatter_reduce(1, i % 5, i, "mean"),
+        lambda b: (randint(0, 50, (b, 6)),),
+        gradients=False,
+    ),
+    Case(
+        "index_reduce",
+        lambda x, s: x.index_reduce(1, C, s, "amax", include_self=False),
+        lambda b: (randn(b, 6), randn(b, 3)),
+        gradients=False,
+    ),
     Case("scatter_multiply", lambda x, i, s: x.scatter(1, i, s, reduce="multiply"), three, gradients=False),
     Case("index_select", lambda x: x.index_select(1, C), one(6, 8)),
     Case("index_select_batch", lambda x: x.index_select(0, C), one(6)),

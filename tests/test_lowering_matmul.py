@@ -52,6 +52,7 @@ MATMUL = [
     Case("cdist_l3", lambda x, y: torch.cdist(x, y, p=3), lambda b: (randn(b, 3, 4), randn(b, 5, 4))),
     Case("cdist_inf", lambda x, y: torch.cdist(x, y, p=float("inf")), lambda b: (randn(b, 3, 4), randn(b, 5, 4))),
     Case("cdist_of_self", lambda x: torch.cdist(x, x * 1), lambda b: (randn(b, 3, 4),)),
+    Case("dist", torch.dist, lambda b: (randn(b, 3), randn(b, 3))),
     Case("pdist", lambda x: torch.pdist(x), lambda b: (randn(5, 3),), dynamic=False),
 ]  # fmt: skip
 

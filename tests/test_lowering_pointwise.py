@@ -178,6 +178,69 @@ def test_float64() -> None:
     check(Case("float64", computed, lambda b: (randn(b, 5, dtype=torch.float64),), scale=10))
 
 
+def test_float16() -> None:
+    def computed(x: Tensor, w: Tensor) -> list[Tensor]:
+        y = F.linear(x, w)
+        return [
+            F.gelu(y),
+            F.relu(y),
+            F.silu(y),
+            F.leaky_relu(y),
+            y.softmax(1),
+            F.softplus(y),
+            y.clamp(-1, 1),
+            y.logsumexp(1),
+        ]
+
+    check(Case("float16", computed, lambda b: (randn(b, 5).half(), randn(6, 5).half()), scale=2))
+
+
+def test_where_a_gradient_may_be_infinite_it_is_dropped_not_multiplied_by_0() -> None:
+    def distances(x: Tensor) -> list[Tensor]:
+        return [x.relu().sqrt(), x.clamp(min=0).sqrt(), x.clamp(-1, 0).neg().sqrt()]
+
+    check(Case("sqrt", distances, lambda b: (randn(b, 5).abs().neg() - 1.5,)))
+
+
+def test_missing_data_is_masked() -> None:
+    def masked(x: Tensor, missing: Tensor, rows: Tensor) -> list[Tensor]:
+        y = x.masked_fill(rows, 0) * 2
+        return [x.masked_fill(missing, 0), torch.where(missing, 0.0, x * 3), y, x.nan_to_num() @ torch.ones(5, 2)]
+
+    def inputs(b: int) -> list[Tensor]:
+        missing = torch.rand(b, 5) > 0.5
+        missing[0] = True
+        return [randn(b, 5).masked_fill(missing, math.nan), missing, missing[:, :1]]
+
+    check(Case("missing", masked, inputs, gradients=False))
+
+
+ATTENTION = torch.ones(6, 6, dtype=torch.bool).triu(1)
+
+
+@pytest.mark.parametrize("fill", [-math.inf, -1e9, 0.0, 2.5, torch.finfo(torch.float32).min])
+def test_masks_smaller_than_the_tensor(fill: float) -> None:
+    def attention(q: Tensor, lengths: Tensor) -> list[Tensor]:
+        scores = q @ q.mT
+        padding = torch.arange(6) >= lengths[:, None]
+        scores = scores.masked_fill(ATTENTION, fill).masked_fill(padding[:, None, None], fill)
+        return [scores, torch.where(ATTENTION.logical_not(), scores, fill).softmax(-1)]
+
+    check(Case("attention", attention, lambda b: (randn(b, 2, 6, 3), randint(1, 7, (b,))), gradients=fill > -1))
+
+
+@pytest.mark.parametrize("fill", [-math.inf, -1e9])
+def test_gradients_of_masked_attention(fill: float) -> None:
+    def attention(x: Tensor, mask: Tensor) -> Tensor:
+        scores = (x @ x.mT).masked_fill(ATTENTION, fill)
+        return torch.where(mask[:, None, None], scores, fill if fill > -2e9 else -1e4).softmax(-1) @ x
+
+    def inputs(b: int) -> list[Tensor]:
+        return [randn(b, 2, 6, 3), torch.arange(6).expand(b, 6) < 5]
+
+    check(Case("attention", attention, inputs))
+
+
 def test_a_repeated_gradient_is_not_expanded() -> None:
     lowered = check(Case("mean", lambda x: (x * x).mean(), lambda b: (randn(b, 5),)))
     assert "Expand" not in op_types(lowered)

@@ -93,3 +93,8 @@ def pdist_backward(grad: Tensor, x: Tensor, p: float, distance: Tensor) -> Tenso
     rows, columns = _pairs(x)
     by_pair = _distance_backward(grad, x[rows] - x[columns], p, distance)
     return torch.zeros_like(x).index_add(0, rows, by_pair).index_add(0, columns, -by_pair)
+
+
+@decomposes(aten.dist.default)
+def dist(x: Tensor, y: Tensor, p: float = 2) -> Tensor:
+    return torch.linalg.vector_norm(x - y, p)

@@ -34,7 +34,7 @@ def is_finite(arg: Any) -> bool:
     """Whether no element of ``arg`` can be infinite or NaN unless something overflowed or was so from the start.
 
     Where it is, zeros may be written by multiplication. Inputs are not taken for finite: data may use NaN for what
-    is missing, and mask it.
+    is missing, and mask it; random draws are.
     """
     if isinstance(arg, (list, tuple)):
         return all(is_finite(a) for a in arg)
@@ -49,7 +49,7 @@ def is_finite(arg: Any) -> bool:
 
 def _computes_finite(node: fx.Node) -> bool:
     if node.op != "call_function":
-        return False
+        return "draw" in node.meta
     if not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
         return True
     if isinstance(node.meta["val"], torch.Tensor) and not node.meta["val"].is_floating_point():
@@ -59,7 +59,8 @@ def _computes_finite(node: fx.Node) -> bool:
         return True
     if packet is aten.div:
         divisor = node.args[1]
-        return isinstance(divisor, (int, float)) and divisor != 0 and is_finite(node.args[0])
+        is_size = isinstance(divisor, fx.Node) and isinstance(divisor.meta["val"], torch.SymInt)
+        return (is_size or (isinstance(divisor, (int, float)) and divisor != 0)) and is_finite(node.args[0])
     if packet in _KEEPING:
         return all(is_finite(a) for a in node.args)
     return getattr(node.target, "__name__", "") == "getitem" and is_finite(node.args[0])

@@ -114,8 +114,7 @@ def scatter_reduce(
     *,
     include_self: bool = True,
 ) -> ir.Value:
-    if not include_self:
-        raise NotLowered("scatter_reduce with include_self=False")
+    assert include_self, "decomposed"
     return scattered(g, node, x, dim, index, _source(g, src, index, dtype_of(x)), _checked(reduce))
 
 
