@@ -157,6 +157,7 @@ INDEXING = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter", "ignore:index_reduce.* is in beta")
 @pytest.mark.parametrize("case", INDEXING, ids=str)
 def test_indexing(case: Case) -> None:
     check(case)

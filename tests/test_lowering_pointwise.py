@@ -133,9 +133,12 @@ ACTIVATIONS = [
 ]  # fmt: skip
 
 
+DYNAMIC = {"broadcast", "promote", "number_of_rows", "clamp_tensor", "isnan_of_integers", "PReLU", "GLU"}
+
+
 @pytest.mark.parametrize("case", [*ARITHMETIC, *ELEMENTARY, *ACTIVATIONS], ids=str)
 def test_pointwise(case: Case) -> None:
-    check(case)
+    check(case if case.name in DYNAMIC else case.static)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64])
