@@ -51,7 +51,6 @@ class Plan:
 
     Attributes:
         fallbacks: what runs in torch, and why.
-        models: the ONNX models, one per ONNX Runtime segment.
     """
 
     def __init__(
@@ -66,18 +65,10 @@ class Plan:
         self._config, self._device = config, device
         self._sizes = Sizes(self._inputs)
         self._reasons: dict[fx.Node, str] = {}
-        self.models: list[ir.Model] = []
         self._place()
-
-    @property
-    def fallbacks(self) -> list[Fallback]:
-        return [
-            Fallback(str(node.target), reason, source_line(node))
-            for node, reason in self._reasons.items()
-            if not (node.op == "call_function" and node.target is operator.getitem)
-        ]
-
-    # -- placement ------------------------------------------------------------------------------------------------
+        self.fallbacks = [Fallback(str(n.target), reason, source_line(n)) for n, reason in self._reasons.items()]
+        # the graph with its fake tensors is as large in memory as the weights of a small network
+        del self._module, self._inputs, self._outputs, self._reasons
 
     def _place(self) -> None:
         """Cut into segments and compile them, moving what turns out not to work in ONNX Runtime to torch."""
@@ -100,7 +91,6 @@ class Plan:
                 writes.setdefault(node, inputs + len(writes))
         reads = writes | {n: i for i, n in enumerate(self._inputs)}
         self._n_inner = len(writes) - len(self._outputs)
-        self.models = []
         steps = []
         for segment in segments:
             build = self._torch_step if segment.in_torch else self._ort_step
@@ -177,7 +167,6 @@ class Plan:
             if node is None:
                 raise
             raise _Rejected(_owner(node), _first_line(str(error))) from error
-        self.models.append(model)
         return session, inputs
 
     def run(self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:

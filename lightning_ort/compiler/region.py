@@ -18,6 +18,7 @@ from lightning_ort.compiler.layout import OutputLayout
 from lightning_ort.compiler.partition import split
 from lightning_ort.compiler.trace import Derivative, Traced, fake_inputs, trace
 from lightning_ort.errors import MismatchError
+from lightning_ort.runtime.memory import release_free_memory
 from lightning_ort.runtime.session import RuntimeConfig
 
 __all__ = ["Pair", "Region"]
@@ -207,6 +208,7 @@ class Region:
         with ForkedRNG(self.device):
             reference = evaluate(self.graph, args, incoming, self.wanted)
             end = ForkedRNG.state(self.device)
+        release_free_memory()
         results = executable.run(args)
         try:
             if not all(torch.equal(a, b) for a, b in zip(end, ForkedRNG.state(self.device), strict=True)):
@@ -221,6 +223,8 @@ class Region:
         except MismatchError:
             ForkedRNG(self.device).restore(start)
             raise
+        del reference, got
+        release_free_memory()
         return results
 
     def _precise(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import math
+import sys
 from collections.abc import Sequence
 
 import torch
 
-__all__ = ["TensorPool"]
+__all__ = ["TensorPool", "release_free_memory"]
 
 _ALIGNMENT = 16  # entries; each tensor starts on a cache line of its own
 _KEPT = 2  # the gradients of one step are still alive while the next ones are written
@@ -50,6 +53,15 @@ class TensorPool:
             del self._pieces[0]
         self._pieces.append((flat, storage, _references(storage)))
         return flat
+
+
+def release_free_memory() -> None:
+    """Give memory that compiling and checking used back to the system, where the C library can."""
+    gc.collect()
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl has not
+        if trim is not None:
+            trim(0)
 
 
 def _references(storage: int) -> int:

@@ -47,6 +47,8 @@ class RuntimeConfig:
         options.intra_op_num_threads = torch.get_num_threads()
         # one allocation for all activations of a training graph doubles its peak memory and gains no time
         options.enable_mem_pattern = False
+        # nodes run in the order in which autograd wrote them, which frees activations as early as eager does
+        options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
         # ONNX Runtime's idle threads would spin on the cores that torch's optimizer needs
         options.add_session_config_entry("session.force_spinning_stop", "1")
         for key, value in (self.session_options or {}).items():
