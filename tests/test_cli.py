@@ -78,7 +78,7 @@ def test_saved_configuration_starts_the_same_training(eager, tmp_path):
     """What the CLI saves can be given back to it."""
     cli = run("--trainer.strategy=lightning_ort.ORTStrategy", "--trainer.strategy.verify=false")
     path = tmp_path / "saved.yaml"
-    path.write_text(cli.parser.dump(cli.config, skip_none=False))
+    path.write_text(cli._parser("fit").dump(cli.config.fit, skip_none=False))
     assert "lightning_ort" in path.read_text()
     again = run(f"--config={path}")
     assert_same(eager, again)
