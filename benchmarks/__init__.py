@@ -1,0 +1,1 @@
+"""Step time, compile time and memory of training strategies in ``Trainer.fit``; run as ``python -m benchmarks``."""
