@@ -202,18 +202,18 @@ class GraphBuilder:
         """A constant int64 vector."""
         return self.constant(list(data) if len(data) else np.zeros(0, np.int64), torch.int64)
 
-    def dims(self, dims: Sequence[Dim]) -> ir.Value:
-        """An int64 vector of sizes, some of which may be symbolic."""
+    def dims(self, dims: Sequence[Dim | ir.Value]) -> ir.Value:
+        """An int64 vector of sizes, some of which may be symbolic, or int64 vectors computed in the graph."""
         if all(isinstance(d, int) for d in dims):
-            return self.ints([int(d) for d in dims])
+            return self.ints([d for d in dims if isinstance(d, int)])
         pieces: list[ir.Value] = []
         run: list[int] = []
         for d in dims:
-            if isinstance(d, fx.Node):
+            if isinstance(d, (fx.Node, ir.Value)):
                 if run:
                     pieces.append(self.ints(run))
                     run = []
-                pieces.append(self.value(d))
+                pieces.append(d if isinstance(d, ir.Value) else self.value(d))
             else:
                 run.append(int(d))
         if run:
@@ -233,6 +233,25 @@ class GraphBuilder:
         if len(symbolic) == 1 and all(d != 0 for d in dims if isinstance(d, int)):
             return self.op("Reshape", value, self.ints([-1 if isinstance(d, fx.Node) else d for d in dims]))
         return self.op("Reshape", value, self.dims(dims), allowzero=1)
+
+    def pad(
+        self,
+        value: ir.Value,
+        rank: int,
+        first: int,
+        before: Sequence[Dim | ir.Value],
+        after: Sequence[Dim | ir.Value],
+        fill: ir.Value | None = None,
+        mode: str = "constant",
+    ) -> ir.Value:
+        """``value`` of that rank padded in its dimensions from ``first`` on; negative amounts cut away.
+
+        The amounts are written for every dimension, not with ``axes``: ONNX Runtime 1.19 misreads those when it
+        moves a transposition past the padding.
+        """
+        last = rank - first - len(before)
+        full = [[0] * first + list(amounts) + [0] * last for amounts in (before, after)]
+        return self.op("Pad", value, self.dims(full[0] + full[1]), fill, mode=mode)
 
     def _initializer(self, array: np.ndarray, name: str) -> ir.Value:
         value = ir.Value(

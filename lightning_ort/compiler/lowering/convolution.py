@@ -114,8 +114,8 @@ def _transposed(
     if dtype == torch.float32:
         full = Window(window.kernel, window.stride, [0] * window.rank, window.dilation)
         result = g.op("ConvTranspose", image, weight, group=groups, **full.attributes())
-        crop = [*(-p for p in window.padding), *(e - p for e, p in zip(extra, window.padding, strict=True))]
-        result = g.op("Pad", result, g.ints(crop), None, g.ints(range(2, 2 + window.rank)))
+        ends = [e - p for e, p in zip(extra, window.padding, strict=True)]
+        result = g.pad(result, 2 + window.rank, 2, [-p for p in window.padding], ends)
     else:
         result = _transposed_as_product(g, image, inputs, weight, weight_shape, window, groups, extra)
     if bias is not None:
@@ -140,13 +140,12 @@ def _transposed_as_product(
     sizes = list(inputs) if isinstance(inputs, list) else []
     for i, s in enumerate(window.stride):
         if s > 1:  # s - 1 zeros behind every pixel
-            image = g.op("Unsqueeze", image, g.ints([3 + i]))
-            image = g.op("Pad", image, g.ints([0, s - 1]), None, g.ints([3 + i]))
+            image = g.pad(g.op("Unsqueeze", image, g.ints([3 + i])), 3 + window.rank, 3 + i, [0], [s - 1])
             sizes[i] *= s
             image = g.op("Reshape", image, g.ints([-1, channels, *sizes]))
     before = [r - p for r, p in zip(window.reach, window.padding, strict=True)]
     after = [b + e - (s - 1) for b, e, s in zip(before, extra, window.stride, strict=True)]
-    image = g.op("Pad", image, g.ints([*before, *after]), None, g.ints(range(2, 2 + window.rank)))
+    image = g.pad(image, 2 + window.rank, 2, before, after)
     growth = [b + a - r for b, a, r in zip(before, after, window.reach, strict=True)]
     out: Sizes
     if isinstance(inputs, list):
@@ -248,6 +247,5 @@ def _input_gradient(
     result = g.op("ConvTranspose", dy, w, group=groups, **full.attributes())
     target = sizes if not isinstance(sizes, list) else g.ints(sizes)
     after = g.op("Sub", target, g.op("Shape", result, start=2))
-    crop = g.ints([-p for p in window.padding])
     ends = g.op("Add", after, g.ints(window.padding))
-    return g.op("Pad", result, g.op("Concat", crop, ends, axis=0), None, g.ints(range(2, 2 + window.rank)))
+    return g.pad(result, 2 + window.rank, 2, [-p for p in window.padding], [ends])

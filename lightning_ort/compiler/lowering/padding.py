@@ -16,16 +16,10 @@ from lightning_ort.compiler.lowering.registry import NotLowered, lowers
 aten = torch.ops.aten
 
 
-def _before_and_after(g: GraphBuilder, pad: Sequence[Any]) -> ir.Value:
-    """Torch's (left, right, top, bottom, ...), last dimension first, in the order of ONNX; for the last dimensions."""
-    befores, afters = list(pad[0::2])[::-1], list(pad[1::2])[::-1]
-    return g.dims([*befores, *afters])
-
-
 def _padded(g: GraphBuilder, x: fx.Node, value: ir.Value, pad: Sequence[Any], mode: str, fill: Any = None) -> ir.Value:
-    rank, padded = rank_of(x), len(pad) // 2
-    axes = g.ints(range(rank - padded, rank))
-    return g.op("Pad", value, _before_and_after(g, pad), fill, axes, mode=mode)
+    """``value`` padded by torch's (left, right, top, bottom, ...), the last dimension first."""
+    before, after = pad[0::2][::-1], pad[1::2][::-1]
+    return g.pad(value, rank_of(x), rank_of(x) - len(before), before, after, fill, mode)
 
 
 @lowers(aten.constant_pad_nd.default)
@@ -63,7 +57,7 @@ def im2col(
         raise NotLowered("unfold of an image of dynamic size")
     image, rank = g.value(x), rank_of(x)
     if any(padding):
-        image = g.op("Pad", image, g.ints([*padding, *padding]), None, g.ints([rank - 2, rank - 1]))
+        image = g.pad(image, rank, rank - 2, padding, padding)
     out = [
         (size + 2 * p - d * (k - 1) - 1) // s + 1
         for size, k, d, p, s in zip((height, width), kernel_size, dilation, padding, stride, strict=True)

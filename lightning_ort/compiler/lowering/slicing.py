@@ -126,7 +126,7 @@ def slice_backward(
     value = g.value(grad)
     if step > 1:  # zeros after each element, some of which may stand beyond the end
         length = g.op("Shape", value, start=dim, end=dim + 1)
-        apart = g.op("Pad", g.op("Unsqueeze", value, g.ints([dim + 1])), g.ints([0, step - 1]), None, g.ints([dim + 1]))
+        apart = g.pad(g.op("Unsqueeze", value, g.ints([dim + 1])), rank_of(node) + 1, dim + 1, [0], [step - 1])
         head = [g.op("Shape", value, end=dim)] if dim else []
         tail = [g.op("Shape", value, start=dim + 1)] if dim + 1 < rank_of(node) else []
         shape = [*head, g.op("Mul", length, g.ints([step])), *tail]
@@ -143,11 +143,11 @@ def _placed(
         before = min(max(start + size if start < 0 else start, 0), size)
         if before == 0 and length == size:
             return piece
-        return g.op("Pad", piece, g.ints([before, size - length - before]), None, g.ints([dim]))
+        return g.pad(piece, rank_of(node), dim, [before], [size - length - before])
     total = g.dims([sizes[dim]])
     first = g.ints([start]) if start >= 0 else g.op("Max", g.op("Add", total, g.ints([start])), g.ints([0]))
     rest = g.op("Sub", g.op("Sub", total, g.op("Shape", piece, start=dim, end=dim + 1)), first)
-    return g.op("Pad", piece, g.op("Concat", first, rest, axis=0), None, g.ints([dim]))
+    return g.pad(piece, rank_of(node), dim, [first], [rest])
 
 
 @lowers(aten.cat.default)

@@ -91,7 +91,7 @@ def tap_slices(g: GraphBuilder, image: ir.Value, first: int, window: Window, pos
     """
     axes = g.ints(range(first, first + window.rank))
     if any(window.padding):
-        image = g.op("Pad", image, g.ints(window.padding * 2), None, axes)
+        image = g.pad(image, 2 + window.rank, first, window.padding, window.padding)
     if not isinstance(positions, list):
         last = g.op("Mul", g.op("Sub", positions, g.ints([1])), g.ints(window.stride))
         length = g.op("Add", last, g.ints([1]))
