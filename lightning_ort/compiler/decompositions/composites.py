@@ -15,7 +15,6 @@ from torch._C import DispatchKey
 
 __all__ = ["composes", "composites"]
 
-_KEYS = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
 _COMPOSITES: dict[Any, Callable[..., Any]] = {}
 
 
@@ -40,7 +39,7 @@ def composites() -> Iterator[None]:
     """Have the Python dispatcher call the registered functions."""
     before = {overload: dict(overload.py_kernels) for overload in _COMPOSITES}
     for overload, function in _COMPOSITES.items():
-        for key in _KEYS:
+        for key in _keys(overload):
             overload.py_kernels[key] = _or_torch(overload, function, before[overload].get(key))
         overload._dispatch_cache.clear()
     try:
@@ -50,6 +49,13 @@ def composites() -> Iterator[None]:
             overload.py_kernels.clear()
             overload.py_kernels.update(kernels)
             overload._dispatch_cache.clear()
+
+
+def _keys(overload: Any) -> list[DispatchKey]:
+    """Where calls of ``overload`` are caught: above autograd, which operators that torch itself composes never meet."""
+    implicit = DispatchKey.CompositeImplicitAutograd
+    composed = implicit in overload.py_kernels or overload.has_kernel_for_dispatch_key(implicit)
+    return [DispatchKey.Autograd, implicit] if composed else [DispatchKey.Autograd]
 
 
 def _or_torch(overload: Any, function: Callable[..., Any], torch_kernel: Callable[..., Any] | None) -> Any:

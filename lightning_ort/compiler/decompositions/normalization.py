@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from lightning_ort.compiler.decompositions.composites import composes
 from lightning_ort.compiler.decompositions.registry import decomposes, keeps
 
 aten = torch.ops.aten
@@ -34,3 +38,10 @@ def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
 def weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     along = (grad * v).sum(_others(v, dim), keepdim=True) / norm
     return (grad - v * (along / norm)) * (g / norm), along
+
+
+@composes(aten.rms_norm.default)
+def rms_norm(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Any:
+    if not x.is_floating_point() or (weight is not None and weight.dtype != x.dtype):
+        return NotImplemented
+    return aten._fused_rms_norm(x, normalized_shape, weight, eps)[0]
