@@ -60,6 +60,9 @@ class CompiledSteps:
         self._setting = torch._dynamo.config.allow_unspec_int_on_nn_module
         # a counter attribute would otherwise be compiled for each of its values
         torch._dynamo.config.allow_unspec_int_on_nn_module = True
+        # the fast path of nn.TransformerEncoder is one operator that ONNX lacks
+        self._fast_path = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
         self._observer.install()
 
     def remove(self) -> None:
@@ -68,6 +71,7 @@ class CompiledSteps:
         if self._setting is not None:
             torch._dynamo.config.allow_unspec_int_on_nn_module = self._setting
             self._setting = None
+            torch.backends.mha.set_fastpath_enabled(self._fast_path)
 
     def __call__(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call the module's step function ``name``."""

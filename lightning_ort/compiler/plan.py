@@ -20,6 +20,7 @@ from lightning_ort.compiler.passes import optimize
 from lightning_ort.compiler.placement import Placement, Segment
 from lightning_ort.compiler.sizes import Sizes
 from lightning_ort.compiler.sources import source_line
+from lightning_ort.compiler.trace import Untraceable
 from lightning_ort.runtime.dtypes import is_supported
 from lightning_ort.runtime.session import OrtSession, RuntimeConfig
 
@@ -78,6 +79,9 @@ class Plan:
                 self._steps = self._compile(segments)
                 return
             except _Rejected as rejected:
+                if rejected.node.target is torch.ops.aten.as_strided.default:
+                    # it reads memory as eager laid it out, and a segment's tensors lie otherwise
+                    raise Untraceable(rejected.reason) from rejected
                 self._reasons[rejected.node] = rejected.reason
 
     # -- compilation ----------------------------------------------------------------------------------------------
@@ -95,13 +99,22 @@ class Plan:
         for segment in segments:
             build = self._torch_step if segment.in_torch else self._ort_step
             steps.append(build(segment, reads, writes))
+        self._last_reads = self._find_last_reads(segments, reads)
         return steps
+
+    def _find_last_reads(self, segments: list[Segment], reads: Slots) -> list[list[Slot]]:
+        """Per segment the inner slots that no later one reads."""
+        kept = len(self._inputs) + len(self._outputs)
+        last = {reads[n]: k for k, segment in enumerate(segments) for n in segment.inputs if reads[n] >= kept}
+        return [[slot for slot, at in last.items() if at == k] for k in range(len(segments))]
 
     def _torch_step(self, segment: Segment, slots: Slots, written: Slots) -> Callable[[list[Any]], None]:
         graph = fx.Graph()
         copies = {n: graph.placeholder(n.name) for n in segment.inputs}
         for node in segment.nodes:
             copies[node] = graph.node_copy(node, lambda n: copies[n] if n in copies else _attribute(graph, n, copies))
+            if node.target in _VIEWS:  # what torch would have copied before, to be able to view it, is not copied here
+                copies[node].target = torch.ops.aten.reshape.default
         graph.output([copies[n] for n in segment.outputs])
         module = fx.GraphModule(self._module, graph)
         reads, writes = [slots[n] for n in segment.inputs], [written[n] for n in segment.outputs]
@@ -145,6 +158,10 @@ class Plan:
         by_name = {n.name: n for n in segment.nodes}
         used = set(itertools.chain.from_iterable(n.all_input_nodes for n in segment.nodes)) | set(segment.outputs)
         inputs = [n for n in segment.inputs if n in used]
+        for node in segment.nodes:
+            foreign = _foreign_dtypes([node, *node.all_input_nodes])
+            if foreign:
+                raise _Rejected(_owner(node), f"{foreign} tensors cannot be passed to ONNX Runtime")
         for node in inputs:
             builder.add_input(node)
         for node in self._module.graph.nodes:
@@ -152,8 +169,6 @@ class Plan:
                 builder.add_initializer(node, _resolve(self._module, node.target))
         for node in segment.nodes:
             try:
-                if not _all_supported(node):
-                    raise NotLowered(f"its result is of {_dtypes(node)}, which ONNX Runtime does not take")
                 builder.lower(node)
             except NotLowered as reason:
                 raise _Rejected(_owner(node), str(reason)) from None
@@ -161,7 +176,12 @@ class Plan:
         live = {v.name for v in model.graph.inputs}
         inputs = [n for n in inputs if n.name in live]
         try:
-            session = OrtSession(ir.to_proto(model).SerializeToString(), self._config, self._device)
+            session = OrtSession(
+                ir.to_proto(model).SerializeToString(),
+                self._config,
+                self._device,
+                double=any(t.dtype == torch.float64 for n in segment.nodes for t in _tensors(n)),
+            )
         except Exception as error:
             node = _blamed(str(error), by_name)
             if node is None:
@@ -172,8 +192,13 @@ class Plan:
     def run(self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
         """Compute ``outputs`` (from :attr:`allocate`, or tensors like them) from ``inputs``."""
         values = [*inputs, *outputs, *([None] * self._n_inner)]
-        for step in self._steps:
+        for step, done in zip(self._steps, self._last_reads, strict=True):
             step(values)
+            for slot in done:
+                values[slot] = None
+
+
+_VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
 
 
 class _Rejected(Exception):
@@ -204,12 +229,9 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
     return [v for v in (val if isinstance(val, (tuple, list)) else [val]) if isinstance(v, torch.Tensor)]
 
 
-def _all_supported(node: fx.Node) -> bool:
-    return all(is_supported(v.dtype) for v in _tensors(node))
-
-
-def _dtypes(node: fx.Node) -> str:
-    return ", ".join(sorted({str(v.dtype) for v in _tensors(node)}))
+def _foreign_dtypes(nodes: Sequence[fx.Node]) -> str:
+    """Element types among ``nodes`` that cannot be bound to a session."""
+    return ", ".join(sorted({str(t.dtype) for n in nodes for t in _tensors(n) if not is_supported(t.dtype)}))
 
 
 def _blamed(message: str, by_name: dict[str, fx.Node]) -> fx.Node | None:

@@ -16,7 +16,7 @@ from lightning_ort.compiler.checking import ForkedRNG, Results, compare, evaluat
 from lightning_ort.compiler.executable import Executable
 from lightning_ort.compiler.layout import OutputLayout
 from lightning_ort.compiler.partition import split
-from lightning_ort.compiler.trace import Derivative, Traced, fake_inputs, trace
+from lightning_ort.compiler.trace import Derivative, Traced, Untraceable, fake_inputs, trace
 from lightning_ort.errors import MismatchError
 from lightning_ort.runtime.memory import release_free_memory
 from lightning_ort.runtime.session import RuntimeConfig
@@ -81,7 +81,9 @@ class Region:
         self._plain: Executable | None = None
         self._verified: set[int] = set()
         differentiable = self._layout.differentiable
-        if not (torch.is_grad_enabled() and self.wanted and differentiable):
+        if differentiable and not (self.wanted and torch.is_grad_enabled()):
+            raise Untraceable("it makes a tensor that requires a gradient, or switches gradients on")
+        if not differentiable:
             self._plain = self._compile(Derivative.NONE, ())
             self._arranged_as(self._plain)
             return

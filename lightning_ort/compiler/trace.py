@@ -148,6 +148,8 @@ def _functional_graph(joint: Any, fakes: list[Any], tangents: list[Any], *, grad
         stack.enter_context(composites())
         stack.enter_context(_plain_kernels())
         stack.enter_context(fx.traceback.preserve_node_meta())
+        # it would look for NaNs in tensors that have no values yet
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))
         stack.enter_context(torch.set_grad_enabled(grad))
         try:
             module = make_fx(

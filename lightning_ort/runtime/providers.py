@@ -57,9 +57,13 @@ def check_available(
     Raises:
         ProviderError: this ONNX Runtime lacks one of them, or the options do not match.
     """
+    if isinstance(providers, str):
+        raise ProviderError(f"providers={providers!r} is one name. Give a list of names: providers=[{providers!r}].")
     if providers is None:
+        if provider_options:
+            raise ProviderError("provider_options was given without providers. Name the providers they belong to.")
         return {}
-    names = [providers] if isinstance(providers, str) else list(providers)
+    names = list(providers)
     if not names:
         raise ProviderError("providers=[] names no execution provider. Leave it out, or name at least one.")
     available = onnxruntime.get_available_providers()

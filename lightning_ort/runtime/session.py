@@ -82,15 +82,22 @@ class OrtSession:
         model: the serialized ONNX model.
         config: providers and options.
         device: where all inputs and outputs live.
+        double: the graph computes in float64.
 
     Raises:
         ProviderError: the session did not get a provider that was asked for.
         onnxruntime errors: the model is not accepted.
     """
 
-    def __init__(self, model: bytes, config: RuntimeConfig, device: torch.device) -> None:
+    def __init__(self, model: bytes, config: RuntimeConfig, device: torch.device, *, double: bool = False) -> None:
         wanted = choose_providers(device, config.providers, config.provider_options)
-        self._session = onnxruntime.InferenceSession(model, config.make_session_options(), providers=wanted)
+        self._session = onnxruntime.InferenceSession(
+            model,
+            config.make_session_options(),
+            providers=wanted,
+            # it keeps the factor of a product as a float, also where the matrices are doubles
+            disabled_optimizers=["MatMulScaleFusion"] if double else None,
+        )
         self._session.disable_fallback()
         got = self._session.get_providers()
         lost = [name for name, _ in wanted if name not in got]
