@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from modules import FEATURES, Regressor, curve
-from parity import MemoryLogger, assert_fit_parity
+from parity import MemoryLogger, assert_fit_parity, assert_in_ort
 from torch import nn
 
 LATENT = 6
@@ -206,5 +206,6 @@ class GradientPenalty(GAN):
 def test_gradient_penalty_is_never_dropped():
     """The penalty's own graph may run in torch; the weights must be eager's. The last bias cancels out of the loss."""
     still = ["discriminator.3.bias"]
-    eager, _ = assert_fit_parity(GradientPenalty, curve, max_epochs=8, in_ort=(), still=still, logger=MemoryLogger)
+    eager, other = assert_fit_parity(GradientPenalty, curve, max_epochs=8, in_ort=(), still=still, logger=MemoryLogger)
+    assert_in_ort(other.trainer, graphs=16, in_torch=[""])  # regions before and after the penalty, not one per step
     assert eager.trainer.callback_metrics["penalty"] > 0
