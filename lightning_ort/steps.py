@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,6 +27,12 @@ _OUTSIDE = (
     "all_gather", "clip_gradients", "configure_gradient_clipping", "lr_scheduler_step", "lr_schedulers",
     "manual_backward", "optimizers", "print", "toggle_optimizer", "untoggle_optimizer", "toggled_optimizer",
 )  # fmt: skip
+_DYNAMO_SETTINGS = {
+    # a counter attribute would otherwise be compiled for each of its values
+    "allow_unspec_int_on_nn_module": True,
+    # by default Dynamo leaves recurrent networks to torch, because it unrolls them
+    "allow_rnn": True,
+}
 _METRIC_METHODS = ("forward", "update", "compute")
 
 
@@ -41,7 +48,7 @@ class CompiledSteps:
     def __init__(self, module: LightningModule, backend: ORTBackend, report: Report) -> None:
         self.module, self.report = module, report
         self._running: StepReport | None = None
-        self._setting: bool | None = None
+        self._settings = contextlib.ExitStack()
         self._observer = DynamoObserver(lambda: self._running, rank_zero_info)
         self._recorder = LogRecorder(module.log, module.log_dict)
         self._replaced: dict[str, Any] = {
@@ -57,21 +64,16 @@ class CompiledSteps:
     def install(self) -> None:
         """Prepare Dynamo; :meth:`remove` takes it back, and must be called in between."""
         self.remove()
-        self._setting = torch._dynamo.config.allow_unspec_int_on_nn_module
-        # a counter attribute would otherwise be compiled for each of its values
-        torch._dynamo.config.allow_unspec_int_on_nn_module = True
+        self._settings.enter_context(torch._dynamo.config.patch(_DYNAMO_SETTINGS))
         # the fast path of nn.TransformerEncoder is one operator that ONNX lacks
-        self._fast_path = torch.backends.mha.get_fastpath_enabled()
+        self._settings.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         self._observer.install()
 
     def remove(self) -> None:
         """Leave Dynamo as it was."""
         self._observer.remove()
-        if self._setting is not None:
-            torch._dynamo.config.allow_unspec_int_on_nn_module = self._setting
-            self._setting = None
-            torch.backends.mha.set_fastpath_enabled(self._fast_path)
+        self._settings.close()
 
     def __call__(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call the module's step function ``name``."""

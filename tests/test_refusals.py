@@ -125,7 +125,7 @@ class Unsupported(Regressor):
 
     def training_step(self, batch, batch_idx):
         x, y = batch
-        spectrum = torch.fft.rfft(self.body(x)).abs().mean(-1, keepdim=True)
+        spectrum = torch.fft.rfft(self.body(x)).abs().square().mean(-1, keepdim=True)
         return torch.nn.functional.mse_loss(self.head(self.body(x)) + spectrum, y)
 
 
