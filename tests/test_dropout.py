@@ -165,7 +165,7 @@ class Draws(Regressor):
         x, y = batch
         n = x.shape[0]
         x = x + 0.05 * torch.randn(n, FEATURES) + torch.empty_like(x).uniform_(-0.1, 0.1)
-        x = x * torch.bernoulli(torch.full_like(x, 0.9)) + 0.1 * torch.rand_like(x) * torch.rand(1)
+        x = x * torch.empty_like(x).bernoulli_(0.9) + 0.1 * torch.rand_like(x) * torch.rand(1)
         x = x + 0.01 * torch.randint(0, 5, (n, 1)) + 0.1 * torch.zeros_like(x).normal_()
         x = x + torch.normal(0.0, 0.05, size=(n, FEATURES))
         order = torch.randperm(n)
@@ -175,7 +175,23 @@ class Draws(Regressor):
 
 
 def test_all_kinds_of_draws():
-    assert_fit_parity(Draws, curve)
+    assert_fit_parity(Draws, curve, graphs=1)
+
+
+class DrawsFromTensors(Regressor):
+    """Distributions whose parameters are tensors, some of them computed in the step."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        x = x * torch.bernoulli(torch.full_like(x, 0.9))
+        x = torch.normal(x, 0.05 * x.abs())
+        x = x * torch.bernoulli(torch.sigmoid(x + 3))
+        return F.mse_loss(self(x), y)
+
+
+def test_draws_from_tensors():
+    """These cannot be drawn ahead of the step; they may run in torch, with eager's numbers."""
+    assert_fit_parity(DrawsFromTensors, curve, in_ort=())
 
 
 class Samples(Regressor):
