@@ -1,13 +1,12 @@
 # The two environments hold the last training build of ONNX Runtime and the current stock one.
 #
 # PYTHON       the Python 3.10 or later that creates them
-# TORCH_INDEX  pip options for PyTorch alone. Empty, pip takes PyTorch from its configured indexes; on Linux PyPI's
-#              wheel is a CUDA build of several gigabytes, the CPU build comes from
-#              TORCH_INDEX="--extra-index-url https://download.pytorch.org/whl/cpu"
+# TORCH_INDEX  pip options for PyTorch alone. PyPI's wheel for Linux is a CUDA build of several gigabytes, so that the
+#              CPU build is taken from PyTorch's own index; where pip knows a folder of wheels, that decides
 # PYTEST       options for pytest in `make test`
 # BENCH        options for the benchmarks in `make bench`
 PYTHON ?= python3
-TORCH_INDEX ?=
+TORCH_INDEX ?= $(if $(PIP_FIND_LINKS),,--extra-index-url https://download.pytorch.org/whl/cpu)
 PYTEST ?=
 BENCH ?=
 

@@ -37,6 +37,7 @@ class DynamoObserver(logging.Handler):
         self._current, self._announce = current, announce
         self._started: float | None = None
         self._timer: threading.Timer | None = None
+        self._announced = False
         self._last_metrics: Any = None
         self.compilations = 0
 
@@ -68,7 +69,7 @@ class DynamoObserver(logging.Handler):
             self._breaks = 0
         for reason in reasons[self._breaks :]:
             entry = GraphBreak(_why(str(reason.reason)), _users_line(reason.user_stack))
-            if entry not in report.graph_breaks:
+            if entry.source and entry not in report.graph_breaks:
                 report.graph_breaks.append(entry)
         self._breaks = len(reasons)
         for metrics in self._metrics_since():
@@ -97,9 +98,14 @@ class DynamoObserver(logging.Handler):
         self._started = time.perf_counter()
         if report is not None:
             text = f"Compiling {report.name} for ONNX Runtime ..."
-            self._timer = threading.Timer(1.0, self._announce, [text])
+            self._announced = False
+            self._timer = threading.Timer(1.0, self._announce_start, [text])
             self._timer.daemon = True
             self._timer.start()
+
+    def _announce_start(self, text: str) -> None:
+        self._announced = True
+        self._announce(text)
 
     def _on_end(self, args: Any) -> None:
         if self._started is None:
@@ -111,7 +117,7 @@ class DynamoObserver(logging.Handler):
             self._timer = None
         if report is not None:
             report.compile_seconds += seconds
-            if seconds > 1:
+            if self._announced:
                 self._announce(f"Compiled {report.name} in {seconds:.1f} s.")
 
     @staticmethod
@@ -138,12 +144,10 @@ def _why(text: str) -> str:
     """Dynamo's explanation of a graph break: the reason we gave when we put something outside, or its own summary."""
     match = re.search(r"disabled function .* with the reason: (.+?)\.?$|Reason: (.+)|reason: (.+)", text, re.MULTILINE)
     found = next((g for g in match.groups() if g), None) if match else None
-    return found.strip() if found and found != "None" else _summary(text)
+    return found.strip().rstrip(")") if found and found != "None" else _summary(text)
 
 
 def _users_line(stack: Sequence[Any]) -> str:
-    """The innermost line that is not in a library."""
-    if not stack:
-        return ""
-    frame = next((f for f in reversed(stack) if not f.filename.startswith(_LIBRARIES)), stack[-1])
-    return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    """The innermost line that is not in a library; empty when there is none."""
+    frame = next((f for f in reversed(stack) if not f.filename.startswith(_LIBRARIES)), None)
+    return f"{frame.filename}:{frame.lineno}: {frame.line}" if frame else ""
