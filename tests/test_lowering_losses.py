@@ -41,13 +41,25 @@ CROSS_ENTROPY = [
     Case("smoothing", lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1), labelled),
     Case("weight", lambda x, y: F.cross_entropy(x, y, weight=WEIGHT), labelled),
     Case("weight_ignore", lambda x, y: F.cross_entropy(x, y, weight=WEIGHT, ignore_index=1), labelled),
-    Case("weight_smoothing_sum", lambda x, y: F.cross_entropy(x, y, WEIGHT, label_smoothing=0.1, reduction="sum"), labelled),
+    Case(
+        "weight_smoothing_sum",
+        lambda x, y: F.cross_entropy(x, y, WEIGHT, label_smoothing=0.1, reduction="sum"),
+        labelled,
+    ),
     Case("probabilities", lambda x, p: F.cross_entropy(x, p.softmax(-1)), probabilities),
     Case("one_sample", lambda x: F.cross_entropy(x, torch.tensor(2)), lambda b: (randn(5),), dynamic=False),
     Case("large_logits", lambda x, y: F.cross_entropy(x * 100, y), labelled),
-    Case("tokens", lambda x, y: F.cross_entropy(x.view(-1, 5), y.view(-1)), lambda b: (randn(b, 4, 5), randint(0, 5, (b, 4)))),
+    Case(
+        "tokens",
+        lambda x, y: F.cross_entropy(x.view(-1, 5), y.view(-1)),
+        lambda b: (randn(b, 4, 5), randint(0, 5, (b, 4))),
+    ),
     Case("tokens_transposed", lambda x, y: F.cross_entropy(x.mT, y), lambda b: (randn(b, 4, 5), randint(0, 5, (b, 4)))),
-    Case("shifted_tokens", lambda x, y: F.cross_entropy(x[:, :-1].flatten(0, 1), y[:, 1:].flatten()), lambda b: (randn(b, 4, 5), randint(0, 5, (b, 4)))),
+    Case(
+        "shifted_tokens",
+        lambda x, y: F.cross_entropy(x[:, :-1].flatten(0, 1), y[:, 1:].flatten()),
+        lambda b: (randn(b, 4, 5), randint(0, 5, (b, 4))),
+    ),
     Case("images", F.cross_entropy, images),
     Case("images_ignore", lambda x, y: F.cross_entropy(x, y, ignore_index=1), images),
     Case("images_weight_none", lambda x, y: F.cross_entropy(x, y, WEIGHT, reduction="none"), images),
@@ -56,10 +68,23 @@ CROSS_ENTROPY = [
     Case("scaled", lambda x, y: F.cross_entropy(x / 0.07, y) * 3, labelled),
     Case("two_losses", lambda x, y: F.cross_entropy(x, y) + 0.1 * x.log_softmax(1).square().mean(), labelled),
     Case("z_loss", lambda x, y: F.cross_entropy(x, y) + 1e-2 * x.logsumexp(-1).square().mean(), labelled),
-    Case("focal", lambda x, y: ((1 - x.softmax(1).gather(1, y[:, None])) ** 2 * F.cross_entropy(x, y, reduction="none")).mean(), labelled),
-    Case("contrastive", lambda x, y: F.cross_entropy(F.normalize(x) @ F.normalize(y).t() / 0.1, torch.arange(x.shape[0])), pairs, scale=4),
-    Case("double_backward", lambda x, y: torch.autograd.grad(F.cross_entropy(x, y), x, create_graph=True)[0].norm(), labelled),
-]  # fmt: skip
+    Case(
+        "focal",
+        lambda x, y: ((1 - x.softmax(1).gather(1, y[:, None])) ** 2 * F.cross_entropy(x, y, reduction="none")).mean(),
+        labelled,
+    ),
+    Case(
+        "contrastive",
+        lambda x, y: F.cross_entropy(F.normalize(x) @ F.normalize(y).t() / 0.1, torch.arange(x.shape[0])),
+        pairs,
+        scale=4,
+    ),
+    Case(
+        "double_backward",
+        lambda x, y: torch.autograd.grad(F.cross_entropy(x, y), x, create_graph=True)[0].norm(),
+        labelled,
+    ),
+]
 
 LOSSES = [
     Case("mse", F.mse_loss, pairs),
@@ -70,12 +95,25 @@ LOSSES = [
     Case("huber", lambda x, y: F.huber_loss(x, y, delta=0.7), pairs),
     Case("bce", lambda x, p: F.binary_cross_entropy(x.sigmoid(), p), probabilities),
     Case("bce_weight", lambda x, p: F.binary_cross_entropy(x.sigmoid(), p, WEIGHT, reduction="sum"), probabilities),
-    Case("bce_saturated", lambda x, p: F.binary_cross_entropy(x.clamp(0, 1), p.round()), lambda b: (randn(b, 5) * 3, torch.rand(b, 5)), gradients=False),
+    Case(
+        "bce_saturated",
+        lambda x, p: F.binary_cross_entropy(x.clamp(0, 1), p.round()),
+        lambda b: (randn(b, 5) * 3, torch.rand(b, 5)),
+        gradients=False,
+    ),
     Case("bce_logits", F.binary_cross_entropy_with_logits, probabilities),
     Case("bce_logits_large", lambda x, p: F.binary_cross_entropy_with_logits(x * 100, p), probabilities),
-    Case("bce_logits_weights", lambda x, p: F.binary_cross_entropy_with_logits(x, p, WEIGHT, pos_weight=WEIGHT), probabilities),
+    Case(
+        "bce_logits_weights",
+        lambda x, p: F.binary_cross_entropy_with_logits(x, p, WEIGHT, pos_weight=WEIGHT),
+        probabilities,
+    ),
     Case("kl_div", lambda x, p: F.kl_div(x.log_softmax(-1), p.softmax(-1), reduction="batchmean"), probabilities),
-    Case("kl_div_log_target", lambda x, y: F.kl_div(x.log_softmax(1), y.log_softmax(1), log_target=True, reduction="sum"), pairs),
+    Case(
+        "kl_div_log_target",
+        lambda x, y: F.kl_div(x.log_softmax(1), y.log_softmax(1), log_target=True, reduction="sum"),
+        pairs,
+    ),
     Case("kl_div_zero_target", lambda x, p: F.kl_div(x.log_softmax(1), p.round(), reduction="sum"), probabilities),
     Case("cosine_embedding", lambda x, y, s: F.cosine_embedding_loss(x, y, s), signs),
     Case("triplet", lambda x, y, s: F.triplet_margin_loss(x, y, x.roll(1, 0)), signs),
@@ -86,18 +124,30 @@ LOSSES = [
     Case("multi_margin", F.multi_margin_loss, labelled),
     Case("multi_margin_p2", lambda x, y: F.multi_margin_loss(x, y, p=2, weight=WEIGHT), labelled),
     Case("multilabel_soft_margin", lambda x, p: F.multilabel_soft_margin_loss(x, p.round()), probabilities),
-    Case("multilabel_margin", F.multilabel_margin_loss, lambda b: (randn(b, 5), torch.tensor([3, 0, -1, 1, 2]).roll(b).expand(b, 5).contiguous())),
-    Case("dice", lambda x, y: 1 - 2 * (x.softmax(1) * F.one_hot(y, 5)).sum() / (x.softmax(1).sum() + y.shape[0]), labelled),
+    Case(
+        "multilabel_margin",
+        F.multilabel_margin_loss,
+        lambda b: (randn(b, 5), torch.tensor([3, 0, -1, 1, 2]).roll(b).expand(b, 5).contiguous()),
+    ),
+    Case(
+        "dice",
+        lambda x, y: 1 - 2 * (x.softmax(1) * F.one_hot(y, 5)).sum() / (x.softmax(1).sum() + y.shape[0]),
+        labelled,
+    ),
     Case("pairwise_distance", lambda x, y: F.pairwise_distance(x, y), pairs),
     Case("cosine_similarity", lambda x, y: F.cosine_similarity(x, y), pairs),
     Case("cosine_similarity_of_self", lambda x, y: F.cosine_similarity(x, x.roll(1, 0), dim=-1), pairs),
     Case("normalize", lambda x, y: F.normalize(x, dim=-1), pairs),
     Case("normalize_zero", lambda x, y: F.normalize(x * 0, dim=-1), pairs),
     Case("custom_gradient", lambda x, y: Doubled.apply(x) * y, pairs),
-    Case("gradient_penalty", lambda x, y: torch.autograd.grad((x**3 * y).sum(), x, create_graph=True)[0].norm(dim=1), pairs),
+    Case(
+        "gradient_penalty",
+        lambda x, y: torch.autograd.grad((x**3 * y).sum(), x, create_graph=True)[0].norm(dim=1),
+        pairs,
+    ),
     Case("checkpoint", lambda x, y: torch.utils.checkpoint.checkpoint(torch.tanh, x * y, use_reentrant=False), pairs),
     Case("inplace", lambda x, y: (x * y).mul_(2).add_(1).relu_(), pairs),
-]  # fmt: skip
+]
 
 
 class Doubled(torch.autograd.Function):

@@ -57,7 +57,12 @@ ARITHMETIC = [
     Case("square_sqrt", lambda x: x.square().sqrt(), one),
     Case("maximum", lambda x, y: torch.maximum(x, y) - torch.minimum(x, y), two),
     Case("fmax", lambda x, y: torch.fmax(x, y) - torch.fmin(x, y), two),
-    Case("fmax_nan", lambda x: [torch.fmax(x, torch.ones(7)), torch.fmin(torch.ones(7), x)], lambda b: (SPECIAL,), gradients=False),
+    Case(
+        "fmax_nan",
+        lambda x: [torch.fmax(x, torch.ones(7)), torch.fmin(torch.ones(7), x)],
+        lambda b: (SPECIAL,),
+        gradients=False,
+    ),
     Case("clamp", lambda x: x.clamp(-0.5, 0.5), one),
     Case("clamp_one_side", lambda x: x.clamp(min=-0.5) * x.clamp(max=0.5), one),
     Case("clamp_tensor", lambda x, y: x.clamp(y - 1, y), two),
@@ -67,7 +72,12 @@ ARITHMETIC = [
     Case("round_integers", lambda i, _: [i.floor(), i.round(), i.trunc()], integers, gradients=False),
     Case("remainder", lambda x: [x % 1.5, x.fmod(1.5), torch.floor_divide(x, 0.7)], one, gradients=False),
     Case("remainder_gradient", lambda x: x % 1.5, one),
-    Case("integer_division", lambda i, j: [i // j, i % j, i.fmod(j), i.div(j, rounding_mode="trunc"), i // -2, i % -3], integers, gradients=False),
+    Case(
+        "integer_division",
+        lambda i, j: [i // j, i % j, i.fmod(j), i.div(j, rounding_mode="trunc"), i // -2, i % -3],
+        integers,
+        gradients=False,
+    ),
     Case("integer_pow", lambda i, j: [i**2, i**3, i**4, i**j], integers, gradients=False),
     Case("sign", lambda x: [x.sign(), x.sgn(), x.abs(), -x, x.signbit()], edges, gradients=False),
     Case("copysign", lambda x: [torch.copysign(x, EDGES.flip(0)), torch.copysign(x, -1.0)], edges, gradients=False),
@@ -75,17 +85,39 @@ ARITHMETIC = [
     Case("hypot", lambda x, y: torch.hypot(x, y), two),
     Case("hypot_large", lambda x: torch.hypot(x * 1e30, x * 1e30), edges, gradients=False),
     Case("nan_to_num", lambda x: [x.nan_to_num(), x.nan_to_num(1.0, 2.0, 3.0)], lambda b: (SPECIAL,), gradients=False),
-    Case("isnan", lambda x: [x.isnan(), x.isinf(), x.isfinite(), x.isposinf(), x.isneginf()], lambda b: (SPECIAL,), gradients=False),
+    Case(
+        "isnan",
+        lambda x: [x.isnan(), x.isinf(), x.isfinite(), x.isposinf(), x.isneginf()],
+        lambda b: (SPECIAL,),
+        gradients=False,
+    ),
     Case("isnan_of_integers", lambda i, _: [i.isnan(), i.isinf(), i.isfinite()], integers, gradients=False),
     Case("isclose", lambda x, y: torch.isclose(x, x + y * 1e-6), two, gradients=False),
     Case("compare", lambda x, y: [x == y, x != y, x < y, x <= y, x > 0, x >= 0, x == x], two, gradients=False),
-    Case("compare_mixed", lambda i, j: [i > 0.5, i.float() == i, (i > 0) == (j > 2), (i > 0) < (j > 2)], integers, gradients=False),
-    Case("logic", lambda x, y: [(x > 0) & (y > 0), (x > 0) | (y > 0), (x > 0) ^ (y > 0), ~(x > 0), x.logical_and(y)], two, gradients=False),
+    Case(
+        "compare_mixed",
+        lambda i, j: [i > 0.5, i.float() == i, (i > 0) == (j > 2), (i > 0) < (j > 2)],
+        integers,
+        gradients=False,
+    ),
+    Case(
+        "logic",
+        lambda x, y: [(x > 0) & (y > 0), (x > 0) | (y > 0), (x > 0) ^ (y > 0), ~(x > 0), x.logical_and(y)],
+        two,
+        gradients=False,
+    ),
     Case("logical_not", lambda i, _: [i.logical_not(), i.logical_or(i), i.logical_xor(i)], integers, gradients=False),
     Case("bitwise", lambda i, j: [i & j, i | 3, i ^ j, ~i], integers, gradients=False),
     Case("shift", lambda i, _: [i << 2, i >> 1, i.int() >> 3], integers, gradients=False),
+    Case("angle", lambda x: [x.angle(), x.double().angle()], lambda b: (SPECIAL,), gradients=False),
+    Case(
+        "truth_values",
+        lambda x: [(x > 0).sign(), (x > 0).clamp_min(x > 1), (x > 0).maximum(x < 0)],
+        one,
+        gradients=False,
+    ),
     Case("heaviside", lambda x: x.heaviside(torch.tensor(0.5)), edges, gradients=False),
-]  # fmt: skip
+]
 
 ELEMENTARY = [
     Case("exp_log", lambda x: (x.exp() + 1).log() + x.exp2(), one),
@@ -116,10 +148,31 @@ ELEMENTARY = [
 ]
 
 ACTIVATIONS = [
-    *(Case(n, getattr(nn, n)(), one) for n in (
-        "ReLU", "GELU", "SiLU", "Tanh", "Sigmoid", "LeakyReLU", "ELU", "Softplus", "Hardswish", "Mish", "SELU", "CELU",
-        "Softsign", "LogSigmoid", "Hardtanh", "ReLU6", "Hardsigmoid", "Hardshrink", "Softshrink", "Tanhshrink",
-    )),
+    *(
+        Case(n, getattr(nn, n)(), one)
+        for n in (
+            "ReLU",
+            "GELU",
+            "SiLU",
+            "Tanh",
+            "Sigmoid",
+            "LeakyReLU",
+            "ELU",
+            "Softplus",
+            "Hardswish",
+            "Mish",
+            "SELU",
+            "CELU",
+            "Softsign",
+            "LogSigmoid",
+            "Hardtanh",
+            "ReLU6",
+            "Hardsigmoid",
+            "Hardshrink",
+            "Softshrink",
+            "Tanhshrink",
+        )
+    ),
     Case("GELU_tanh", nn.GELU("tanh"), one),
     Case("ELU_alpha", nn.ELU(0.5), one),
     Case("Softplus_beta", nn.Softplus(3, 2), one),
@@ -127,10 +180,14 @@ ACTIVATIONS = [
     Case("PReLU", lambda x, w: F.prelu(x, w), lambda b: (randn(b, 5, 3), torch.rand(5))),
     Case("PReLU_single", lambda x, w: F.prelu(x, w), lambda b: (randn(b, 5), torch.rand(1))),
     Case("GLU", lambda x: F.glu(x, 1), lambda b: (randn(b, 8),)),
-    Case("edges", lambda x: [F.relu(x), F.gelu(x), F.silu(x), F.softplus(x), F.elu(x), F.mish(x), F.hardswish(x)], edges),
-    Case("saturation", lambda x: [x.sigmoid(), x.tanh(), F.logsigmoid(x), F.selu(x), F.celu(x), F.hardsigmoid(x)], edges),
+    Case(
+        "edges", lambda x: [F.relu(x), F.gelu(x), F.silu(x), F.softplus(x), F.elu(x), F.mish(x), F.hardswish(x)], edges
+    ),
+    Case(
+        "saturation", lambda x: [x.sigmoid(), x.tanh(), F.logsigmoid(x), F.selu(x), F.celu(x), F.hardsigmoid(x)], edges
+    ),
     Case("gelu_tanh_edges", lambda x: F.gelu(x, approximate="tanh"), edges),
-]  # fmt: skip
+]
 
 
 DYNAMIC = {"broadcast", "promote", "number_of_rows", "clamp_tensor", "isnan_of_integers", "PReLU", "GLU"}
@@ -185,6 +242,7 @@ def test_float16() -> None:
     def computed(x: Tensor, w: Tensor) -> list[Tensor]:
         y = F.linear(x, w)
         return [
+            y[:, torch.tensor([0, 2, 2])],
             F.gelu(y),
             F.relu(y),
             F.silu(y),

@@ -91,6 +91,10 @@ REDUCTIONS = [
     Case("median", lambda x: x.median(1)[0], one(6, 8)),
     Case("median_even", lambda x: x.median(-1), one(5, 6)),
     Case("median_all", lambda x: x.median(), one(3)),
+    Case("nanmedian", lambda x: [x.nanmedian(1)[0], x.nanmedian()], with_nan, gradients=False),
+    Case(
+        "var_of_one", lambda x: [x[0].var(), x.var(0, correction=0), *torch.var_mean(x[:, 0])], one(1), gradients=False
+    ),
     Case("kthvalue", lambda x: x.kthvalue(2, 1), one(5)),
     Case("mode_free_quantile", lambda x: x.quantile(0.3, dim=1), one(5)),
     Case("scalar", lambda x: [x.sum().sum(), x.sum().mean(), x.sum().amax(), x.sum().max(0)[0]], one(3)),
@@ -129,9 +133,11 @@ SOFTMAX = [
 
 
 STATIC = {
-    "prod_dim_zero", "prod_two_zeros", "amax_ties", "norm_1", "norm_inf", "norm_3", "norm_fro", "nansum", "nanmean",
-    "median_even", "kthvalue", "cumprod_zero", "cummax", "cummin", "softmin", "softmax_float64", "std_mean_batch",
-    "logsumexp_large", "logsumexp_masked", "log_softmax_large", "scalar", "softmax_scalar", "cumsum_scalar",
+    "prod_dim_zero", "prod_two_zeros", "amax_ties", "norm_1", "norm_inf", "norm_3",
+    "norm_fro", "nansum", "nanmedian", "var_of_one", "nanmean", "median_even",
+    "kthvalue", "cumprod_zero", "cummax", "cummin", "softmin", "softmax_float64",
+    "std_mean_batch", "logsumexp_large", "logsumexp_masked", "log_softmax_large", "scalar", "softmax_scalar",
+    "cumsum_scalar",
 }  # fmt: skip
 
 

@@ -24,6 +24,8 @@ def bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -
 
 @decomposes(aten.addmv.default)
 def addmv(c: Tensor, a: Tensor, v: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    if not a.is_floating_point():
+        return NotImplemented
     product = torch.mv(a, v) * alpha
     return product if beta == 0 else c * beta + product
 

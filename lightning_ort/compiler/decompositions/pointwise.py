@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+import math
 
-from lightning_ort.compiler.decompositions.registry import keeps
+import torch
+from torch import Tensor
+
+from lightning_ort.compiler.decompositions.registry import decomposes, keeps
 
 aten = torch.ops.aten
 
@@ -16,3 +19,11 @@ keeps(
     aten._softmax_backward_data.default, aten._log_softmax_backward_data.default,
     aten.masked_fill.Scalar, aten.masked_fill.Tensor,
 )  # fmt: skip
+
+
+@decomposes(aten.angle.default)
+def angle(x: Tensor) -> Tensor:
+    if x.is_complex():
+        return NotImplemented
+    x = x if x.is_floating_point() else x.to(torch.float32)
+    return torch.where(x < 0, math.pi, torch.where(x != x, x, 0.0))

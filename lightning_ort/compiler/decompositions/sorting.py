@@ -38,3 +38,20 @@ def median(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
 @decomposes(aten.median.default)
 def median_all(x: Tensor) -> Tensor:
     return median(x.reshape(-1), 0)[0]
+
+
+@decomposes(aten.nanmedian.dim)
+def nanmedian(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """The median of those that sorting puts before NaN."""
+    if not x.is_floating_point() or x.dim() == 0:
+        return median(x, dim, keepdim)
+    values, index = torch.sort(x, dim)
+    count = (x == x).sum(dim, keepdim=True)
+    rank = ((count - 1) // 2).clamp(min=0)
+    values, index = values.gather(dim, rank), index.gather(dim, rank)
+    return (values, index) if keepdim else (values.squeeze(dim), index.squeeze(dim))
+
+
+@decomposes(aten.nanmedian.default)
+def nanmedian_all(x: Tensor) -> Tensor:
+    return nanmedian(x.reshape(-1), 0)[0]

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of
-from lightning_ort.compiler.lowering.pointwise import common_dtype, computing_dtype, operands
+from lightning_ort.compiler.lowering.pointwise import common_dtype, computing_dtype, operands, ordered_dtype
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
 
 aten = torch.ops.aten
@@ -18,9 +18,8 @@ aten = torch.ops.aten
 
 def _comparison(op_type: str, negate: bool = False) -> Any:
     def lower(g: GraphBuilder, node: fx.Node, a: Any, b: Any) -> ir.Value:
-        dtype = computing_dtype(common_dtype(a, b))
-        if dtype == torch.bool and op_type != "Equal":
-            dtype = torch.int32
+        dtype = common_dtype(a, b)
+        dtype = computing_dtype(dtype) if op_type == "Equal" else ordered_dtype(dtype)
         result = g.op(op_type, *operands(g, node, dtype, a, b))
         return g.op("Not", result) if negate else result
 
@@ -130,7 +129,7 @@ def sign_is_negative(g: GraphBuilder, value: ir.Value, dtype: torch.dtype) -> ir
 
 @lowers(aten.signbit.default)
 def signbit(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
-    dtype = computing_dtype(dtype_of(x))
+    dtype = ordered_dtype(dtype_of(x))
     return sign_is_negative(g, g.operand(x, dtype), dtype)
 
 

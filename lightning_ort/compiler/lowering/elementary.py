@@ -12,16 +12,26 @@ from torch import fx
 from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of
 from lightning_ort.compiler.lowering.comparisons import sign_is_negative
 from lightning_ort.compiler.lowering.pointwise import operands
-from lightning_ort.compiler.lowering.registry import lowers
+from lightning_ort.compiler.lowering.registry import NotLowered, lowers
 
 aten = torch.ops.aten
 
 
+# ONNX Runtime computes these in float32 only.
+_SINGLE = ("Erf", "Asin", "Acos", "Atan", "Sinh", "Cosh", "Asinh", "Acosh", "Atanh")
+
+
 def _unary(op_type: str) -> Any:
     def lower(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
-        return g.op(op_type, g.operand(x, dtype_of(node)))
+        return _single(g, op_type, g.operand(x, dtype_of(node)), dtype_of(node))
 
     return lower
+
+
+def _single(g: GraphBuilder, op_type: str, value: ir.Value, dtype: torch.dtype) -> ir.Value:
+    if dtype == torch.float64 and op_type in _SINGLE:
+        raise NotLowered(f"{op_type} of float64 numbers: ONNX Runtime computes it in float32 only")
+    return g.op(op_type, value)
 
 
 for _name, _op in {
@@ -115,7 +125,7 @@ def expm1(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
 @lowers(aten.erfc.default)
 def erfc(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
     dtype = dtype_of(node)
-    return g.op("Sub", g.constant(1, dtype), g.op("Erf", g.operand(x, dtype)))
+    return g.op("Sub", g.constant(1, dtype), _single(g, "Erf", g.operand(x, dtype), dtype))
 
 
 @lowers(aten.atan2.default)
@@ -129,7 +139,7 @@ def atan2(g: GraphBuilder, node: fx.Node, a: fx.Node, b: fx.Node) -> ir.Value:
     infinity = g.constant(math.inf, dtype)
     at_corner = g.op("And", *(g.op("Equal", g.op("Abs", v), infinity) for v in (y, x)))
     ratio = g.op("Where", at_origin, zero, g.op("Div", g.op("Abs", y), g.op("Abs", x)))
-    angle = g.op("Atan", g.op("Where", at_corner, g.constant(1, dtype), ratio))
+    angle = _single(g, "Atan", g.op("Where", at_corner, g.constant(1, dtype), ratio), dtype)
     angle = g.op("Where", sign_is_negative(g, x, dtype), g.op("Sub", pi, angle), angle)
     return g.op("Where", sign_is_negative(g, y, dtype), g.op("Neg", angle), angle)
 

@@ -49,7 +49,13 @@ def full(g: GraphBuilder, node: fx.Node, size: Sequence[Dim], value: Any, **_: A
 
 
 # What torch leaves uninitialised is 0 here: whoever reads it reads a number all the same.
-@lowers(aten.zeros.default, aten.empty.memory_format, aten.empty_permuted.default, aten.empty_strided.default)
+@lowers(
+    aten.zeros.default,
+    aten.empty.memory_format,
+    aten.empty_permuted.default,
+    aten.empty_strided.default,
+    aten._efficientzerotensor.default,
+)
 def zeros(g: GraphBuilder, node: fx.Node, size: Sequence[Dim], *_: Any, **__: Any) -> ir.Value:
     return filled(g, node, _size(node, size), 0)
 

@@ -10,7 +10,13 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, rank_of, shape_of
-from lightning_ort.compiler.lowering.indexing import broadcast_rank, index_values, is_mask, result_position
+from lightning_ort.compiler.lowering.indexing import (
+    broadcast_rank,
+    index_values,
+    is_mask,
+    result_position,
+    scatter_elements,
+)
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
 
 aten = torch.ops.aten
@@ -52,8 +58,7 @@ def index_put(
         updates = g.op("Reshape", updates, g.op("Concat", before, middle, after, axis=0))
     linear = g.op("Reshape", _linear(g, x, dims, positions), g.ints([-1] + [1] * (rank - count - first)))
     spread = g.op("Expand", linear, g.op("Shape", updates))
-    reduction = "add" if accumulate else "none"
-    result = g.op("ScatterElements", flat, spread, updates, axis=first, reduction=reduction)
+    result = scatter_elements(g, dtype_of(x), flat, spread, updates, first, "add" if accumulate else "none")
     if count > 1:
         result = g.op("Reshape", result, shape)
     if not neighbours:

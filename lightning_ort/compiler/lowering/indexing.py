@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import torch
 from torch import fx
 
 from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, rank_of, shape_of
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
-from lightning_ort.compiler.lowering.shapes import positive, same_shape
+from lightning_ort.compiler.lowering.shapes import is_empty, positive, same_shape
+from lightning_ort.runtime.dtypes import NUMPY
 
 aten = torch.ops.aten
 
@@ -24,14 +26,22 @@ def _as_vector(g: GraphBuilder, value: ir.Value, rank: int) -> ir.Value:
 def gather(
     g: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, *, sparse_grad: bool = False
 ) -> ir.Value:
-    data, positions = _as_vector(g, g.value(x), rank_of(x)), _as_vector(g, g.value(index), rank_of(index))
+    data, positions = (
+        _as_vector(g, g.value(x), rank_of(x)),
+        _as_vector(g, g.operand(index, torch.int64), rank_of(index)),
+    )
+    if is_empty(index):
+        return g.op("ConstantOfShape", g.shape(index), value=ir.tensor(np.zeros(1, NUMPY[dtype_of(x)])))
     result = g.op("GatherElements", data, positions, axis=positive(dim, rank_of(x)))
     return result if rank_of(index) else g.op("Reshape", result, g.ints([]))
 
 
 @lowers(aten.index_select.default)
 def index_select(g: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node) -> ir.Value:
-    data, positions = _as_vector(g, g.value(x), rank_of(x)), _as_vector(g, g.value(index), rank_of(index))
+    data, positions = (
+        _as_vector(g, g.value(x), rank_of(x)),
+        _as_vector(g, g.operand(index, torch.int64), rank_of(index)),
+    )
     result = g.op("Gather", data, positions, axis=positive(dim, rank_of(x)))
     return result if rank_of(x) else g.op("Reshape", result, g.ints([]))
 
@@ -39,18 +49,31 @@ def index_select(g: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx
 REDUCTIONS = {"sum": "add", "add": "add", "prod": "mul", "multiply": "mul", "amax": "max", "amin": "min"}
 
 
+def scatter_elements(
+    g: GraphBuilder,
+    dtype: torch.dtype,
+    data: ir.Value,
+    index: ir.Value,
+    updates: ir.Value,
+    axis: int,
+    reduction: str = "none",
+) -> ir.Value:
+    """ScatterElements in a type that ONNX Runtime reduces."""
+    wide = dtype
+    if reduction != "none":
+        wide = {torch.float16: torch.float32, torch.bool: torch.int32}.get(dtype, dtype)
+    data, updates = g.cast(data, dtype, wide), g.cast(updates, dtype, wide)
+    return g.cast(g.op("ScatterElements", data, index, updates, axis=axis, reduction=reduction), wide, dtype)
+
+
 def scattered(
     g: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, updates: ir.Value, reduction: str = "none"
 ) -> ir.Value:
     """``x`` with ``updates``, of the shape of ``index``, written along ``dim``."""
     rank = rank_of(x)
-    data, positions = _as_vector(g, g.value(x), rank), _as_vector(g, g.value(index), rank_of(index))
+    data, positions = _as_vector(g, g.value(x), rank), _as_vector(g, g.operand(index, torch.int64), rank_of(index))
     updates = _as_vector(g, updates, rank_of(index))
-    dtype = dtype_of(x)
-    wide = torch.float32 if dtype == torch.float16 and reduction != "none" else dtype
-    data, updates = g.cast(data, dtype, wide), g.cast(updates, dtype, wide)
-    result = g.op("ScatterElements", data, positions, updates, axis=positive(dim, rank), reduction=reduction)
-    result = g.cast(result, wide, dtype)
+    result = scatter_elements(g, dtype_of(x), data, positions, updates, positive(dim, rank), reduction)
     return result if rank else g.op("Reshape", result, g.ints([]))
 
 
@@ -185,5 +208,5 @@ def coordinates(g: GraphBuilder, indices: Sequence[fx.Node | None]) -> ir.Value:
 def put(g: GraphBuilder, node: fx.Node, x: fx.Node, index: fx.Node, src: fx.Node, accumulate: bool = False) -> ir.Value:
     """Writing to the tensor taken as a vector."""
     data, positions, updates = (g.op("Reshape", g.value(v), g.ints([-1])) for v in (x, index, src))
-    reduction = "add" if accumulate else "none"
-    return g.op("Reshape", g.op("ScatterElements", data, positions, updates, axis=0, reduction=reduction), g.shape(x))
+    result = scatter_elements(g, dtype_of(x), data, positions, updates, 0, "add" if accumulate else "none")
+    return g.op("Reshape", result, g.shape(x))

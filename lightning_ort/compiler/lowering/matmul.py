@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import torch
 from torch import fx
@@ -49,12 +50,16 @@ def mm(g: GraphBuilder, node: fx.Node, a: fx.Node, b: fx.Node) -> ir.Value:
     return _product(g, a, b)
 
 
+def _are_attributes(*factors: Any) -> bool:
+    """Whether the factors of a Gemm can be written as attributes, which are float32 numbers."""
+    return all(isinstance(f, (int, float)) and float(np.float32(f)) == f for f in factors)
+
+
 @lowers(aten.addmm.default)
 def addmm(
     g: GraphBuilder, node: fx.Node, c: fx.Node, a: fx.Node, b: fx.Node, *, beta: Any = 1, alpha: Any = 1
 ) -> ir.Value:
-    numbers = isinstance(alpha, (int, float)) and isinstance(beta, (int, float))
-    if dtype_of(node) not in GEMM_TYPES or _inner_is_empty(a) or not numbers or beta == 0:
+    if dtype_of(node) not in GEMM_TYPES or _inner_is_empty(a) or beta == 0 or not _are_attributes(alpha, beta):
         return baddbmm(g, node, c, a, b, beta=beta, alpha=alpha)
     (x, trans_a), (y, trans_b) = _matrix(g, a), _matrix(g, b)
     return g.op("Gemm", x, y, g.value(c), alpha=float(alpha), beta=float(beta), transA=trans_a, transB=trans_b)

@@ -13,7 +13,7 @@ from torch import fx
 
 from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, shape_of
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
-from lightning_ort.compiler.lowering.shapes import same_shape
+from lightning_ort.compiler.lowering.shapes import is_empty, same_shape
 
 aten = torch.ops.aten
 
@@ -35,6 +35,11 @@ def common_dtype(*args: Any) -> torch.dtype:
         rank = max((v.dim() for v in tensors), default=0)
         result = torch.empty((1,) * rank, dtype=dtype, device="meta") if tensors else torch.empty((), dtype=dtype)
     return dtype
+
+
+def ordered_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type to compare and order in: that of truth values is int32 as well."""
+    return torch.int32 if dtype == torch.bool else computing_dtype(dtype)
 
 
 def computing_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -84,7 +89,7 @@ def _binary(op_type: str) -> Any:
         dtype = computing_dtype(out)
 
         def write(x: ir.Value, y: ir.Value) -> ir.Value:
-            if alpha != 1:
+            if alpha != 1 and out != torch.bool:
                 y = g.op("Mul", y, g.operand(alpha, dtype))
             if out == torch.bool:
                 if op_type not in ("Add", "Mul"):
@@ -119,7 +124,7 @@ def div(g: GraphBuilder, node: fx.Node, a: Any, b: Any) -> ir.Value:
 
 def _divisor(g: GraphBuilder, y: ir.Value, divisor: Any, dtype: torch.dtype) -> ir.Value:
     """A divisor of integers that is not 0, by which ONNX Runtime would end the process; torch raises an error."""
-    if isinstance(divisor, int) and divisor != 0:
+    if (isinstance(divisor, int) and divisor != 0) or (is_tensor(divisor) and is_empty(divisor)):
         return y
     is_zero = g.op("Equal", y, g.constant(0, dtype))
     g.require(g.op("Not", g.op("ReduceMax", is_zero, keepdims=0)), "ZeroDivisionError")
@@ -197,7 +202,7 @@ def pow_tensor(g: GraphBuilder, node: fx.Node, a: Any, b: Any) -> ir.Value:
 def _extremum(op_type: str, *, ignores_nan: bool = False) -> Any:
     def lower(g: GraphBuilder, node: fx.Node, a: Any, b: Any) -> ir.Value:
         out = dtype_of(node)
-        dtype = computing_dtype(out if out != torch.bool else torch.int32)
+        dtype = ordered_dtype(out)
         x, y = operands(g, node, dtype, a, b)
         if ignores_nan and dtype.is_floating_point:
             x, y = g.op("Where", g.op("IsNaN", x), y, x), g.op("Where", g.op("IsNaN", y), x, y)
@@ -215,7 +220,7 @@ lowers(aten.fmin.default)(_extremum("Min", ignores_nan=True))
 @lowers(aten.clamp.default, aten.clamp.Tensor)
 def clamp(g: GraphBuilder, node: fx.Node, x: fx.Node, min: Any = None, max: Any = None) -> ir.Value:
     out = dtype_of(node)
-    dtype = computing_dtype(out)
+    dtype = ordered_dtype(out)
     value = g.operand(x, dtype)
     if isinstance(min, (int, float)) and isinstance(max, (int, float)) and min <= max:
         return g.cast(g.op("Clip", value, g.constant(min, dtype), g.constant(max, dtype)), dtype, out)
@@ -260,7 +265,8 @@ def sign(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
     """By bounds: the square of the largest number times any other than 0 is beyond 1. Sign takes four times as long."""
     dtype = dtype_of(node)
     if dtype not in (torch.float32, torch.float64):
-        return _unary_any("Sign")(g, node, x)
+        wide = ordered_dtype(dtype)
+        return g.cast(g.op("Sign", g.operand(x, wide)), wide, dtype)
     largest = g.constant(torch.finfo(dtype).max, dtype)
     steep = g.op("Mul", g.op("Mul", g.value(x), largest), largest)
     return g.op("Clip", steep, g.constant(-1, dtype), g.constant(1, dtype))

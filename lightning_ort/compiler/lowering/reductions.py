@@ -61,10 +61,14 @@ def sum_all(g: GraphBuilder, node: fx.Node, x: fx.Node, *, dtype: Any = None) ->
 def mean(
     g: GraphBuilder, node: fx.Node, x: fx.Node, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> ir.Value:
-    dtype, axes = dtype_of(node), _axes(x, dim)
+    return _mean(g, x, dtype_of(node), _axes(x, dim), keepdim)
+
+
+def _mean(g: GraphBuilder, x: fx.Node, dtype: torch.dtype, axes: Sequence[int], keepdim: bool) -> ir.Value:
+    value = g.operand(x, dtype)
     if is_empty(x):  # where ONNX Runtime says 0
-        return g.op("Add", reduced(g, "ReduceSum", g.operand(x, dtype), axes, keepdim), g.constant(math.nan, dtype))
-    return reduced(g, "ReduceMean", g.operand(x, dtype), axes, keepdim)
+        return g.op("Add", reduced(g, "ReduceSum", value, axes, keepdim), g.constant(math.nan, dtype))
+    return reduced(g, "ReduceMean", value, axes, keepdim)
 
 
 @lowers(aten.mean.default)
@@ -239,22 +243,20 @@ def _variance(g: GraphBuilder, x: fx.Node, dim: Any, correction: Any, keepdim: b
     """Variance and mean in two passes, as the numbers of torch."""
     dtype, axes = dtype_of(x), _axes(x, dim)
     value = g.value(x)
-    if not axes or is_empty(x):
-        raise NotLowered("the variance of a single number or of none")
     correction = 1 if correction is None else correction
-    mean = reduced(g, "ReduceMean", value, axes, True)
+    mean = _mean(g, x, dtype, axes, keepdim=True)
     centred = g.op("Sub", value, mean)
     squares = reduced(g, "ReduceSum", g.op("Mul", centred, centred), axes, keepdim)
     sizes = [shape_of(x)[a] for a in axes]
     if all(isinstance(n, int) for n in sizes):
         count = math.prod(sizes) - correction
-        factor = 1 / count if count > 0 else math.inf
-        variance = g.op("Mul", squares, g.constant(factor, dtype))
+        # without a degree of freedom the quotient is 0 / 0
+        variance = g.op("Mul", squares, g.constant(1 / count if count > 0 else math.inf, dtype))
     else:
         numel = reduced(g, "ReduceProd", g.op("Gather", g.op("Shape", value), g.ints(axes), axis=0), [0])
         count = g.op("Sub", g.cast(numel, torch.int64, dtype), g.constant(correction, dtype))
         variance = g.op("Div", squares, g.op("Max", count, g.constant(0, dtype)))
-    return variance, mean if keepdim else g.op("Squeeze", mean, g.ints(axes))
+    return variance, mean if keepdim or not axes else g.op("Squeeze", mean, g.ints(axes))
 
 
 @lowers(aten.var.correction)

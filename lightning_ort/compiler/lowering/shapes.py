@@ -185,7 +185,10 @@ def diagonal_scatter(
         return g.value(x)
     # Each element of the plane reads its entry of the diagonal; a select between the two has no scatter to order.
     source = g.op("Gather", g.value(src), g.ints(np.maximum(np.cumsum(mask) - 1, 0).tolist()), axis=lead)
-    chosen = g.op("Where", g.constant(mask, torch.bool), source, flat)
+    dtype = dtype_of(node)
+    wide = torch.int32 if dtype in (torch.bool, torch.int8, torch.int16) else dtype
+    source, flat = g.cast(source, dtype_of(src), wide), g.cast(flat, dtype, wide)
+    chosen = g.cast(g.op("Where", g.constant(mask, torch.bool), source, flat), wide, dtype)
     rank = rank_of(x)
     plane = g.ints([rows, columns])
     head = g.op("Shape", flat, start=0, end=lead)

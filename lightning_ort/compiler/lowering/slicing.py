@@ -211,6 +211,8 @@ def flip(g: GraphBuilder, node: fx.Node, x: fx.Node, dims: Sequence[int]) -> ir.
 @lowers(aten.roll.default)
 def roll(g: GraphBuilder, node: fx.Node, x: fx.Node, shifts: Sequence[Any], dims: Sequence[int] = ()) -> ir.Value:
     value, pairs = g.value(x), zip(shifts, dims, strict=False)
+    if is_empty(x):
+        return value
     if not dims:
         value, pairs = g.op("Reshape", value, g.ints([-1])), zip(shifts, [0], strict=True)
     for shift, dim in pairs:
