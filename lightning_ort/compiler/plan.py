@@ -21,6 +21,7 @@ from lightning_ort.compiler.placement import Placement, Segment
 from lightning_ort.compiler.sizes import Sizes
 from lightning_ort.compiler.sources import source_line
 from lightning_ort.compiler.trace import Untraceable
+from lightning_ort.compiler.work import SMALL, operations
 from lightning_ort.runtime.dtypes import is_supported
 from lightning_ort.runtime.session import OrtSession, RuntimeConfig
 
@@ -181,6 +182,7 @@ class Plan:
                 self._config,
                 self._device,
                 double=any(t.dtype == torch.float64 for n in segment.nodes for t in _tensors(n)),
+                small=operations(segment.nodes) < SMALL,
             )
         except Exception as error:
             node = _blamed(str(error), by_name)

@@ -34,8 +34,11 @@ class RuntimeConfig:
     provider_options: Sequence[Mapping[str, Any]] | Mapping[str, Mapping[str, Any]] | None = None
     session_options: onnxruntime.SessionOptions | Mapping[str, Any] | None = None
 
-    def make_session_options(self) -> onnxruntime.SessionOptions:
+    def make_session_options(self, *, threads: int | None = None) -> onnxruntime.SessionOptions:
         """Defaults of this package, overridden by what the user set.
+
+        Args:
+            threads: for the operators of one graph; by default as many as torch has.
 
         Raises:
             ValueError: an attribute that SessionOptions does not have.
@@ -44,7 +47,7 @@ class RuntimeConfig:
             return self.session_options
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
-        options.intra_op_num_threads = torch.get_num_threads()
+        options.intra_op_num_threads = threads or torch.get_num_threads()
         # one allocation for all activations of a training graph doubles its peak memory and gains no time
         options.enable_mem_pattern = False
         # nodes run in the order in which autograd wrote them, which frees activations as early as eager does
@@ -83,17 +86,20 @@ class OrtSession:
         config: providers and options.
         device: where all inputs and outputs live.
         double: the graph computes in float64.
+        small: the graph is too little work for a second thread.
 
     Raises:
         ProviderError: the session did not get a provider that was asked for.
         onnxruntime errors: the model is not accepted.
     """
 
-    def __init__(self, model: bytes, config: RuntimeConfig, device: torch.device, *, double: bool = False) -> None:
+    def __init__(
+        self, model: bytes, config: RuntimeConfig, device: torch.device, *, double: bool = False, small: bool = False
+    ) -> None:
         wanted = choose_providers(device, config.providers, config.provider_options)
         self._session = onnxruntime.InferenceSession(
             model,
-            config.make_session_options(),
+            config.make_session_options(threads=1 if small else None),
             providers=wanted,
             # it keeps the factor of a product as a float, also where the matrices are doubles
             disabled_optimizers=["MatMulScaleFusion"] if double else None,
