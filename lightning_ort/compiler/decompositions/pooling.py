@@ -11,22 +11,44 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_ort.compiler import max_pool
 from lightning_ort.compiler.decompositions.composites import composes
-from lightning_ort.compiler.decompositions.registry import keeps
+from lightning_ort.compiler.decompositions.registry import decomposes, keeps
 from lightning_ort.compiler.decompositions.resize import along_each
 
 aten = torch.ops.aten
 
-keeps(
-    aten.max_pool2d_with_indices.default,
-    aten.max_pool3d_with_indices.default,
-    aten.max_pool2d_with_indices_backward.default,
-    aten.max_pool3d_with_indices_backward.default,
-)
+keeps(aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default)
 
 
 def _spread(values: Sequence[int], n: int) -> list[int]:
     return list(values) * n if len(values) == 1 else list(values)
+
+
+def _max_pool_backward(spatial: int) -> Any:
+    """Windows that do not overlap need no indices, whose computation takes ONNX Runtime longer than all the rest."""
+
+    def backward(
+        grad: Tensor,
+        x: Tensor,
+        kernel_size: Sequence[int],
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        ceil_mode: bool,
+        indices: Tensor,
+    ) -> Any:
+        kernel = _spread(kernel_size, spatial)
+        disjoint = (not stride or _spread(stride, spatial) == kernel) and not any(padding) and not ceil_mode
+        if not disjoint or any(d != 1 for d in dilation) or x.dim() != spatial + 2 or math.prod(kernel) > 64:
+            return NotImplemented
+        return max_pool.max_pool_backward(grad, x, kernel)
+
+    return backward
+
+
+decomposes(aten.max_pool2d_with_indices_backward.default)(_max_pool_backward(2))
+decomposes(aten.max_pool3d_with_indices_backward.default)(_max_pool_backward(3))
 
 
 @functools.cache

@@ -7,13 +7,18 @@ from typing import Any
 import torch
 from torch import fx
 
-aten = torch.ops.aten
+from lightning_ort.compiler import max_pool, recurrent  # noqa: F401  they define operators
+
+aten, own = torch.ops.aten, torch.ops.lightning_ort
 
 # Bounded, or sums of products of their arguments: with a sound computation they hold no NaN and no infinity.
 _BOUNDED = {
     aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.mv, aten.dot, aten.convolution, aten.convolution_backward,
     aten.native_layer_norm, aten.native_layer_norm_backward, aten.native_group_norm, aten.native_batch_norm_backward,
     aten._native_batch_norm_legit_functional, aten.embedding, aten.sigmoid, aten.tanh, aten.erf, aten.sin, aten.cos,
+    aten.native_group_norm_backward, aten._native_batch_norm_legit, aten._native_batch_norm_legit_no_training,
+    aten._fused_rms_norm, aten._fused_rms_norm_backward, own.lstm_steps, own.lstm_steps_backward, own.gru_steps,
+    own.gru_steps_backward, own.rnn_steps, own.rnn_steps_backward,
     aten._softmax, aten._softmax_backward_data, aten._log_softmax_backward_data, aten.nll_loss_backward,
 }  # fmt: skip
 
@@ -26,6 +31,8 @@ _KEEPING = {
     aten.squeeze, aten.slice, aten.select, aten.cat, aten.stack, aten.split, aten.split_with_sizes, aten.flip,
     aten.clone, aten.gather, aten.index, aten.full, aten.full_like, aten.zeros_like, aten.ones_like, aten.scalar_tensor,
     aten.slice_backward, aten.select_backward, aten.constant_pad_nd, aten.max_pool2d_with_indices_backward,
+    aten.max_pool3d_with_indices, aten.max_pool3d_with_indices_backward, own.max_pool_backward, aten.im2col,
+    aten.embedding_dense_backward, aten.scatter_add, aten.reflection_pad2d, aten.replication_pad2d,
     aten.avg_pool2d_backward, aten.avg_pool2d, aten.max_pool2d_with_indices,
 }  # fmt: skip
 
