@@ -134,6 +134,34 @@ SLICES = [
 ]
 
 
+SYMBOLIC = [
+    Case("halves", lambda x: x[:, : x.shape[1] // 2] + x[:, -(x.shape[1] // 2) :], lambda b: (randn(2, b),)),
+    Case("halves_of_batch", lambda x: x[x.shape[0] // 2 :] * 2, one(3)),
+    Case("split_batch", lambda x: x.split([x.shape[0] // 2, x.shape[0] - x.shape[0] // 2])[1], one(2)),
+    Case("positions", lambda x: x + torch.arange(x.shape[1])[:, None] / x.shape[1], lambda b: (randn(2, b, 4),)),
+    Case("causal", lambda x: (x @ x.mT) + torch.full((x.shape[1],) * 2, -9.0).triu(1), lambda b: (randn(2, b, 4),)),
+    Case("identity", lambda x: x @ x.t() * (1 - torch.eye(x.shape[0])), one(4)),
+    Case("pad_to", lambda x: torch.nn.functional.pad(x, (0, 10 - x.shape[1])), lambda b: (randn(2, b),)),
+    Case("pairs", lambda x: (x[:, None] - x[None]).square().sum(-1), one(4)),
+    Case("count", lambda x: x.sum() / x.numel() + x.mean() * x.shape[0] ** 2, one(4)),
+    Case(
+        "sum_of_sizes",
+        lambda x, y: torch.cat([x, y, x])[: x.shape[0] + y.shape[0] + 1],
+        lambda b: (randn(b, 3), randn(b, 3)),
+    ),
+    Case(
+        "window",
+        lambda x: x.new_zeros(x.shape[0] * 2, 3).slice_scatter(x, 0, x.shape[0] // 2, x.shape[0] // 2 + x.shape[0]),
+        one(3),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", SYMBOLIC, ids=str)
+def test_symbolic_sizes(case: Case) -> None:
+    check(case)
+
+
 @pytest.mark.parametrize("case", SHAPES, ids=str)
 def test_shapes(case: Case) -> None:
     check(case)

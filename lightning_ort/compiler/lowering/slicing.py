@@ -110,10 +110,7 @@ def select_backward(
     g: GraphBuilder, node: fx.Node, grad: fx.Node, sizes: Sequence[Dim], dim: int, index: Any
 ) -> ir.Value:
     dim = positive(dim, rank_of(node))
-    if not isinstance(index, int):
-        raise NotLowered("the gradient of an element whose index changes")
-    piece = g.op("Unsqueeze", g.value(grad), g.ints([dim]))
-    return _placed(g, node, piece, sizes, dim, index, 1)
+    return _placed(g, node, g.op("Unsqueeze", g.value(grad), g.ints([dim])), sizes, dim, index, 1)
 
 
 @lowers(aten.slice_backward.default)
@@ -121,8 +118,8 @@ def slice_backward(
     g: GraphBuilder, node: fx.Node, grad: fx.Node, sizes: Sequence[Dim], dim: int, start: Any, end: Any, step: Any
 ) -> ir.Value:
     dim = positive(dim, rank_of(node))
-    if not isinstance(start, int) or not isinstance(step, int):
-        raise NotLowered("the gradient of a slice whose start or step changes")
+    if not isinstance(step, int):
+        raise NotLowered("the gradient of a slice whose step changes")
     value = g.value(grad)
     if step > 1:  # zeros after each element, some of which may stand beyond the end
         length = g.op("Shape", value, start=dim, end=dim + 1)
@@ -135,19 +132,23 @@ def slice_backward(
 
 
 def _placed(
-    g: GraphBuilder, node: fx.Node, piece: ir.Value, sizes: Sequence[Dim], dim: int, start: int, length: Any
+    g: GraphBuilder, node: fx.Node, piece: ir.Value, sizes: Sequence[Dim], dim: int, start: Dim, length: Any
 ) -> ir.Value:
     """``piece``, of that length along ``dim`` if it is known, among zeros."""
     size = shape_of(node)[dim]
-    if isinstance(size, int) and isinstance(length, int):
+    if isinstance(start, int) and isinstance(size, int) and isinstance(length, int):
         before = min(max(start + size if start < 0 else start, 0), size)
         if before == 0 and length == size:
             return piece
-        return g.pad(piece, rank_of(node), dim, [before], [size - length - before])
-    total = g.dims([sizes[dim]])
-    first = g.ints([start]) if start >= 0 else g.op("Max", g.op("Add", total, g.ints([start])), g.ints([0]))
+        return g.op("Pad", piece, g.ints([before, size - length - before]), None, g.ints([dim]))
+    total, first, zero = g.dims([sizes[dim]]), g.dims([start]), g.ints([0])
+    if not isinstance(start, int):
+        first = g.op("Where", g.op("Less", first, zero), g.op("Add", first, total), first)
+    elif start < 0:
+        first = g.op("Add", total, first)
+    first = first if isinstance(start, int) and start >= 0 else g.op("Max", first, zero)
     rest = g.op("Sub", g.op("Sub", total, g.op("Shape", piece, start=dim, end=dim + 1)), first)
-    return g.pad(piece, rank_of(node), dim, [first], [rest])
+    return g.op("Pad", piece, g.op("Concat", first, rest, axis=0), None, g.ints([dim]))
 
 
 @lowers(aten.cat.default)

@@ -79,6 +79,32 @@ def modulo(g: GraphBuilder, node: fx.Node, a: Any, b: Any) -> ir.Value:
     return g.op("Mod", _number(g, a, torch.int64), _number(g, b, torch.int64))
 
 
+@lowers(torch.sym_sum)
+def sym_sum(g: GraphBuilder, node: fx.Node, terms: Any) -> ir.Value:
+    values = [_number(g, t, dtype_of(node)) for t in terms]
+    total = values[0]
+    for value in values[1:]:
+        total = g.op("Add", total, value)
+    return total
+
+
+def _compared(op_type: str, negate: bool = False) -> Any:
+    def lower(g: GraphBuilder, node: fx.Node, a: Any, b: Any) -> ir.Value:
+        is_whole = all((dtype_of(v) if isinstance(v, fx.Node) else type(v)) in (torch.int64, int) for v in (a, b))
+        dtype = torch.int64 if is_whole else torch.float64
+        result = g.op(op_type, g.operand(a, dtype), g.operand(b, dtype))
+        return g.op("Not", result) if negate else result
+
+    return lower
+
+
+for _target, _op, _negate in (
+    (operator.eq, "Equal", False), (operator.ne, "Equal", True), (operator.gt, "Greater", False),
+    (operator.ge, "GreaterOrEqual", False), (operator.lt, "Less", False), (operator.le, "LessOrEqual", False),
+):  # fmt: skip
+    lowers(_target)(_compared(_op, _negate))
+
+
 @lowers(torch.sym_max)
 def sym_max(g: GraphBuilder, node: fx.Node, a: Any, b: Any) -> ir.Value:
     return g.op("Max", _number(g, a, dtype_of(node)), _number(g, b, dtype_of(node)))
