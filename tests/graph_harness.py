@@ -69,7 +69,10 @@ class Lowered:
         options.log_severity_level = 3
         options.add_session_config_entry("session.allow_spinning", "0")
         self.session = onnxruntime.InferenceSession(
-            ir.to_proto(self.model).SerializeToString(), options, providers=["CPUExecutionProvider"]
+            ir.to_proto(self.model).SerializeToString(),
+            options,
+            providers=["CPUExecutionProvider"],
+            disabled_optimizers=["MatMulScaleFusion"],
         )
 
     def __call__(self, *inputs: Tensor) -> list[np.ndarray]:

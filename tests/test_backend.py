@@ -271,7 +271,7 @@ def test_a_wrong_graph_is_noticed(monkeypatch):
     net, x = make_net(), torch.randn(5, 6)
     step = Recorder().compile(lambda x: net(x).square().mean())
     before = torch.get_rng_state()
-    with pytest.raises(lightning_ort.MismatchError, match="gradient of .*largest difference"):
+    with pytest.raises(lightning_ort.MismatchError, match=r"gradient of .*largest difference"):
         step(x)
     assert torch.equal(before, torch.get_rng_state())
     assert all(p.grad is None for p in net.parameters())
@@ -320,7 +320,7 @@ def test_inputs_that_are_not_contiguous():
 
 
 def test_session_options():
-    with pytest.raises(ValueError, match="no 'threads'.*intra_op_num_threads"):
+    with pytest.raises(ValueError, match=r"no 'threads'.*intra_op_num_threads"):
         RuntimeConfig(session_options={"threads": 1}).make_session_options()
     options = RuntimeConfig(session_options={"intra_op_num_threads": 3, "session.intra_op.allow_spinning": 0})
     made = options.make_session_options()

@@ -141,6 +141,7 @@ STATIC = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:var.*degrees of freedom")
 @pytest.mark.parametrize("case", [*REDUCTIONS, *SCANS, *SOFTMAX], ids=str)
 def test_reductions(case: Case) -> None:
     check(case.static if case.name in STATIC else case)
