@@ -17,6 +17,9 @@ __all__ = ["OrtSession", "RuntimeConfig"]
 
 # sets of addresses remembered per session: gradients of the last step are alive while the next are written
 _BINDINGS = 4
+# The first keeps the factor of a product as a float, also where the matrices are doubles; the second makes an operator
+# that ONNX Runtime 1.19 has no double kernel for.
+_NOT_FOR_DOUBLES = ["MatMulScaleFusion", "MatmulTransposeFusion"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,8 +104,7 @@ class OrtSession:
             model,
             config.make_session_options(threads=1 if small else None),
             providers=wanted,
-            # it keeps the factor of a product as a float, also where the matrices are doubles
-            disabled_optimizers=["MatMulScaleFusion"] if double else None,
+            disabled_optimizers=_NOT_FOR_DOUBLES if double else None,
         )
         self._session.disable_fallback()
         got = self._session.get_providers()
