@@ -32,8 +32,8 @@ demo: $(CPU)/$(STAMP)
 	@$(CPU)/bin/python examples/digits.py
 
 test: lint $(CPU)/$(STAMP)
-	$(STOCK)/bin/python -m pytest $(PYTEST)
-	$(CPU)/bin/python -m pytest $(PYTEST)
+	$(STOCK)/bin/python -m pytest --numprocesses=auto --maxprocesses=4 $(PYTEST)
+	$(CPU)/bin/python -m pytest --numprocesses=auto --maxprocesses=4 $(PYTEST)
 
 lint: $(STOCK)/$(STAMP)
 	$(STOCK)/bin/ruff format --check .

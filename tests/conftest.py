@@ -1,7 +1,8 @@
-"""Every test starts from the same seed, with two threads and nothing compiled."""
+"""Every test starts from the same seed, with nothing compiled."""
 
 from __future__ import annotations
 
+import os
 import random
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 import torch
 import torch._dynamo
 
-torch.set_num_threads(2)
+# two threads, or one each where pytest-xdist runs a test on each core
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 
 @pytest.fixture(autouse=True)

@@ -239,6 +239,8 @@ class Region:
             except (RuntimeError, TypeError, ValueError):
                 return None
 
+    # a gradient asked for between two regions arrives while Dynamo watches, which must not compile the graph again
+    @torch.compiler.disable
     def check_backward(
         self, args: Sequence[Any], start: Any, incoming: Mapping[int, torch.Tensor], got: Sequence[torch.Tensor | None]
     ) -> None:
@@ -253,6 +255,7 @@ class Region:
             lambda: self._precise(args, incoming, start),
         )
 
+    @torch.compiler.disable
     def recompute(
         self, args: Sequence[Any], start: Any, incoming: Mapping[int, torch.Tensor], *, create_graph: bool
     ) -> list[torch.Tensor | None]:

@@ -24,7 +24,22 @@ def positive(dim: int, rank: int) -> int:
 
 @lowers(aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten._reshape_alias.default)
 def view(g: GraphBuilder, node: fx.Node, x: fx.Node, size: Sequence[Any], *_: Any) -> ir.Value:
+    axes = _dropped_after_sum(g, node, x)
+    if axes is not None:
+        return g.op("ReduceSum", g.value(x.args[0]), g.ints(axes), keepdims=0)
     return reshaped(g, node, g.value(x), size)
+
+
+def _dropped_after_sum(g: GraphBuilder, node: fx.Node, x: fx.Node) -> list[int] | None:
+    """The dimensions that ``x`` is a sum over and that ``node`` drops: autograd writes bias gradients in these steps."""
+    if x.target is not aten.sum.dim_IntList or len(x.args) < 3 or not x.args[2] or not g.knows(x.args[0]):
+        return None
+    source, dims = x.args[0], x.args[1]
+    if not dims or dtype_of(source) != dtype_of(x) or dtype_of(x) not in (torch.float32, torch.float64):
+        return None
+    axes = sorted({d % rank_of(x) for d in dims})
+    rest = [size for d, size in enumerate(shape_of(x)) if d not in axes]
+    return axes if same_shape(rest, shape_of(node)) else None
 
 
 def reshaped(g: GraphBuilder, node: fx.Node, value: ir.Value, size: Sequence[Any]) -> ir.Value:
