@@ -1,0 +1,256 @@
+"""Writes an ONNX graph as an fx graph whose calls are the functions of the operator table."""
+
+from __future__ import annotations
+
+import keyword
+import operator as python_operator
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import onnx
+import torch
+from torch import fx, nn
+
+from lightning_ort.errors import UnsupportedError
+from lightning_ort.onnx_reader import numbers
+from lightning_ort.onnx_reader.number_rules import dtype_of, number_type
+from lightning_ort.onnx_reader.registry import OPERATORS, Operator
+from lightning_ort.onnx_reader.values import Computed, Constant, Number, Value, attributes_of, tensor_from
+
+__all__ = ["Reader", "identifier"]
+
+
+def identifier(name: str) -> str:
+    """``name`` with everything that Python does not allow in a name replaced by ``_``."""
+    cleaned = re.sub(r"\W", "_", name) or "_"
+    return f"_{cleaned}" if cleaned[0].isdigit() or keyword.iskeyword(cleaned) else cleaned
+
+
+class Reader:
+    """Reads one graph; parameters and buffers are put on ``root`` as they are needed.
+
+    Args:
+        model: functions written out, every operator known.
+        root: becomes the root of the fx graph; already holds the trainable and changing initializers.
+        paths: initializer name to its attribute path on ``root``.
+
+    Attributes:
+        graph: the fx graph: placeholders are the graph inputs that are no initializers, the result a tuple.
+    """
+
+    def __init__(self, model: onnx.ModelProto, root: nn.Module, paths: dict[str, str]) -> None:
+        self._root, self._paths = root, paths
+        self._opsets = {("" if i.domain == "ai.onnx" else i.domain): i.version for i in model.opset_import}
+        self.graph = fx.Graph(root)
+        self._values: dict[str, Value] = {}
+        self._tensors: dict[str, fx.Node] = {}
+        self._anchor: fx.Node | None = None
+        self._constants = 0
+        initializers = {i.name: i for i in model.graph.initializer}
+        for info in model.graph.input:
+            if info.name not in initializers:
+                placeholder = self.graph.placeholder(identifier(info.name))
+                self._anchor = self._anchor or placeholder
+                self._values[info.name] = Computed(placeholder)
+        for name, proto in initializers.items():
+            if name in paths:
+                self._values[name] = Computed(self.graph.get_attr(paths[name]))
+            else:
+                self._values[name] = Constant(tensor_from(proto), name)
+        if model.graph.sparse_initializer:
+            raise UnsupportedError("Sparse initializers cannot be read as torch tensors; store them dense.")
+        self._read(model.graph)
+        results = [self._tensor(self._values[o.name], o.name) for o in model.graph.output]
+        self.graph.output(tuple(results))
+
+    def _read(self, graph: onnx.GraphProto) -> None:
+        for node in graph.node:
+            try:
+                if node.op_type == "Constant" and not node.domain:
+                    self._values[node.output[0]] = Constant(_constant(node))
+                elif node.op_type == "Identity" and not node.domain:
+                    self._values[node.output[0]] = self._values[node.input[0]]
+                elif node.op_type == "If" and not node.domain:
+                    self._branch(node)
+                else:
+                    self._node(node)
+            except UnsupportedError:
+                raise
+            except Exception as error:
+                raise UnsupportedError(f"{_label(node)} cannot be read: {error}") from error
+
+    def _branch(self, node: onnx.NodeProto) -> None:
+        condition = self._values[node.input[0]]
+        if not isinstance(condition, Constant):
+            raise UnsupportedError(
+                f"{_label(node)}: its condition is computed when the graph runs; only a constant condition can be read."
+            )
+        name = "then_branch" if condition.tensor.item() else "else_branch"
+        branch: onnx.GraphProto = attributes_of(node)[name]
+        for proto in branch.initializer:
+            self._values[proto.name] = Constant(tensor_from(proto))
+        self._read(branch)
+        for outer, inner in zip(node.output, branch.output, strict=True):
+            self._values[outer] = self._values[inner.name]
+
+    def _node(self, node: onnx.NodeProto) -> None:
+        domain = "" if node.domain == "ai.onnx" else node.domain
+        row = OPERATORS[domain, node.op_type]
+        inputs = [self._values[name] if name else None for name in node.input]
+        attributes = attributes_of(node)
+        unknown = set(attributes) - row.attributes
+        if unknown:
+            raise UnsupportedError(f"{_label(node)}: attribute {', '.join(sorted(unknown))} cannot be read.")
+        if not row.variadic and len(inputs) > len(row.inputs):
+            raise UnsupportedError(f"{_label(node)}: {len(inputs)} inputs, at most {len(row.inputs)} are known.")
+        if "opset" in row.extras:
+            attributes["opset"] = self._opsets[domain]
+        outputs = len(node.output)
+        while outputs > 1 and not node.output[outputs - 1]:
+            outputs -= 1
+        if "n_outputs" in row.extras:
+            attributes["n_outputs"] = outputs
+        if "input_dtype" in row.extras and not isinstance(inputs[0], Computed):
+            attributes["input_dtype"] = dtype_of(inputs[0])
+        number = number_type(node.op_type, inputs, attributes) if not domain else None
+        if number is not None:
+            self._values[node.output[0]] = self._as_number(node, inputs, attributes, *number)
+            return
+        if inputs and not row.random and not row.module and all(v is None or isinstance(v, Constant) for v in inputs):
+            self._fold(node, row, inputs, attributes, outputs)
+            return
+        arguments = [self._argument(node, row, i, inputs) for i in range(len(inputs))]
+        self._call(node, row, arguments, attributes, outputs)
+
+    def _as_number(
+        self,
+        node: onnx.NodeProto,
+        inputs: Sequence[Value | None],
+        attributes: dict[str, Any],
+        name: str,
+        dtype: torch.dtype,
+        rank: int,
+    ) -> Number:
+        if name in ("Shape", "Size"):
+            target: Callable[..., Any] = OPERATORS["", name].function
+            arguments = [self._tensor(inputs[0], node.input[0])]
+        else:
+            target = numbers.NUMBER_OPERATORS[name]
+            arguments = [None if v is None else self._number(v) for v in inputs]
+        call = self._named(self.graph.call_function(target, tuple(arguments), attributes), node)
+        return Number(call, dtype, rank, of_sizes=name == "Shape" and isinstance(inputs[0], Number))
+
+    def _number(self, value: Value) -> Any:
+        return numbers.as_number(value.tensor) if isinstance(value, Constant) else value.node
+
+    def _fold(
+        self,
+        node: onnx.NodeProto,
+        row: Operator,
+        inputs: Sequence[Value | None],
+        attributes: dict[str, Any],
+        outputs: int,
+    ) -> None:
+        arguments = []
+        for i, value in enumerate(inputs):
+            tensor = value.tensor if isinstance(value, Constant) else None
+            as_size = tensor is not None and row.input_name(i) in row.sizes
+            arguments.append(numbers.as_number(tensor) if as_size and tensor is not None else tensor)
+        with torch.no_grad():
+            results = row.function(*arguments, **attributes)
+        if isinstance(results, (int, list)) and node.op_type in ("Shape", "Size"):
+            results = torch.tensor(results, dtype=torch.int64)
+        for name, result in zip(node.output, results if outputs > 1 else [results], strict=False):
+            self._values[name] = Constant(result)
+
+    def _argument(self, node: onnx.NodeProto, row: Operator, position: int, inputs: Sequence[Value | None]) -> Any:
+        value = inputs[position]
+        if value is None:
+            return None
+        if row.input_name(position) in row.sizes:
+            if isinstance(value, Computed):
+                raise UnsupportedError(
+                    f"{_label(node)}: its input {row.input_name(position)!r} ({node.input[position]!r}) is computed "
+                    "from data; only constants and what is computed from shapes can be read."
+                )
+            return self._number(value)
+        if row.input_name(position) in row.state:
+            return self._state(value, node.input[position])
+        first = 1 if node.op_type == "Where" else 0  # the condition is no operand
+        # torch takes the element type from the tensors, so one operand has to be one
+        if row.numbers and position >= first and any(isinstance(v, Computed) for v in inputs[first:]):
+            if isinstance(value, Constant) and value.tensor.dim() == 0:
+                return value.tensor.item()
+            if isinstance(value, Number) and value.rank == 0:
+                return value.node
+        return self._tensor(value, node.input[position])
+
+    def _call(
+        self, node: onnx.NodeProto, row: Operator, arguments: list[Any], attributes: dict[str, Any], outputs: int
+    ) -> None:
+        if row.module:
+            path = f"node_{len(list(self._root.children()))}_{identifier(node.op_type)}"
+            self._root.add_module(path, row.function())
+            call = self.graph.call_module(path, tuple(arguments), attributes)
+        else:
+            call = self.graph.call_function(row.function, tuple(arguments), attributes)
+        self._named(call, node)
+        if outputs == 1:
+            self._values[node.output[0]] = Computed(call)
+            return
+        for i, name in enumerate(node.output[:outputs]):
+            if name:
+                self._values[name] = Computed(self.graph.call_function(python_operator.getitem, (call, i)))
+
+    def _named(self, call: fx.Node, node: onnx.NodeProto) -> fx.Node:
+        call.meta["onnx_node"] = node.name or node.output[0]
+        return call
+
+    def _state(self, value: Value, name: str) -> fx.Node:
+        """A tensor that training changes by itself; it never is a parameter."""
+        node = self._tensor(value, name)
+        if node.op != "get_attr":
+            return node
+        tensor = python_operator.attrgetter(str(node.target))(self._root)
+        if not isinstance(tensor, nn.Parameter):
+            return node
+        # torch's exporter merges statistics with weights that happen to be equal
+        return self.graph.get_attr(self._buffer(Constant(tensor.detach().clone())))
+
+    def _tensor(self, value: Value | None, name: str) -> fx.Node:
+        """An fx node that is a tensor at run time."""
+        assert value is not None
+        if isinstance(value, Computed):
+            return value.node
+        if name not in self._tensors:
+            if isinstance(value, Number):
+                arguments = (value.node, value.dtype, self._anchor)
+                self._tensors[name] = self.graph.call_function(numbers.as_tensor, arguments)
+            else:
+                self._tensors[name] = self.graph.get_attr(self._buffer(value))
+        return self._tensors[name]
+
+    def _buffer(self, value: Constant) -> str:
+        path = f"constant_{self._constants}"
+        self._constants += 1
+        self._root.register_buffer(path, value.tensor, persistent=False)
+        if value.initializer is not None:
+            self._paths[value.initializer] = path
+        return path
+
+
+def _label(node: onnx.NodeProto) -> str:
+    return f"{node.op_type} (node {node.name or node.output[0]!r})"
+
+
+def _constant(node: onnx.NodeProto) -> torch.Tensor:
+    (attribute,) = node.attribute
+    value = onnx.helper.get_attribute_value(attribute)
+    if attribute.name == "value":
+        return tensor_from(value)
+    if attribute.name in ("value_float", "value_floats"):
+        return torch.tensor(value, dtype=torch.float32)
+    if attribute.name in ("value_int", "value_ints"):
+        return torch.tensor(value, dtype=torch.int64)
+    raise UnsupportedError(f"{_label(node)}: a constant in the form of {attribute.name!r} cannot be read.")

@@ -1,0 +1,219 @@
+"""ONNX operators on sizes: Python numbers and flat lists of them, which may be symbolic.
+
+What a graph computes from ``Shape`` with these operators never becomes a tensor. A scalar is a number, a vector a
+list; whole numbers stay whole, also where ONNX casts them to float and back.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["NUMBER_OPERATORS", "as_number", "as_tensor", "is_exact"]
+
+Numbers = Any
+"""a number or a list of numbers"""
+
+NUMBER_OPERATORS: dict[str, Callable[..., Any]] = {}
+
+
+def _numbers(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        for name in names:
+            NUMBER_OPERATORS[name] = function
+        return function
+
+    return register
+
+
+def as_tensor(value: Numbers, dtype: torch.dtype, like: torch.Tensor | None) -> torch.Tensor:
+    """A tensor of ``value``, on the device of ``like``."""
+    device = None if like is None else like.device
+    if isinstance(value, (list, tuple)):
+        if not value:
+            return torch.zeros(0, dtype=dtype, device=device)
+        return torch.stack([torch.full((), v, dtype=dtype, device=device) for v in value])
+    return torch.full((), value, dtype=dtype, device=device)
+
+
+def as_number(tensor: torch.Tensor) -> Numbers:
+    """A constant of rank 0 or 1 as a number or a list, whole where it is whole."""
+
+    def whole(v: Any) -> Any:
+        return int(v) if isinstance(v, float) and v.is_integer() else v
+
+    values = tensor.tolist()
+    return [whole(v) for v in values] if isinstance(values, list) else whole(values)
+
+
+def is_exact(value: Numbers) -> bool:
+    """Whether products with sizes are the same in float32 and in float64: at most ten binary places."""
+    values = value if isinstance(value, list) else [value]
+    return all(math.isfinite(v) and float(v * 1024).is_integer() for v in values)
+
+
+def _elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(*operands: Numbers) -> Numbers:
+        lengths = [len(v) for v in operands if isinstance(v, (list, tuple))]
+        if not lengths:
+            return function(*operands)
+        length = next((n for n in lengths if n != 1), 1)
+        columns = [
+            (list(v) * length if len(v) == 1 else list(v)) if isinstance(v, (list, tuple)) else [v] * length
+            for v in operands
+        ]
+        return [function(*row) for row in zip(*columns, strict=True)]
+
+    return apply
+
+
+def _divide(a: Any, b: Any) -> Any:
+    """Whole numbers are divided towards zero, as ONNX does for integers."""
+    quotient = abs(a) // abs(b)
+    return quotient if (a >= 0) == (b > 0) else -quotient
+
+
+def _fmod(a: Any, b: Any) -> Any:
+    return a - _divide(a, b) * b
+
+
+def _true_divide(a: Any, b: Any) -> Any:
+    return a // b if a % b == 0 else a / b
+
+
+def _floor(a: Any) -> Any:
+    return a if isinstance(a, (int, torch.SymInt)) else math.floor(a)
+
+
+def _ceil(a: Any) -> Any:
+    return a if isinstance(a, (int, torch.SymInt)) else math.ceil(a)
+
+
+_ELEMENTWISE: dict[str, Callable[..., Any]] = {
+    "Add": lambda a, b: a + b,
+    "Sub": lambda a, b: a - b,
+    "Mul": lambda a, b: a * b,
+    "Div": _divide,
+    "TrueDiv": _true_divide,
+    "Pow": lambda a, b: a**b,
+    "Neg": lambda a: -a,
+    "Abs": lambda a: abs(a),
+    "Floor": _floor,
+    "Ceil": _ceil,
+    "Sqrt": lambda a: torch.sym_sqrt(a) if isinstance(a, torch.SymInt) else math.sqrt(a),
+    "Equal": lambda a, b: bool(a == b),
+    "Less": lambda a, b: bool(a < b),
+    "LessOrEqual": lambda a, b: bool(a <= b),
+    "Greater": lambda a, b: bool(a > b),
+    "GreaterOrEqual": lambda a, b: bool(a >= b),
+    "And": lambda a, b: bool(a and b),
+    "Or": lambda a, b: bool(a or b),
+    "Not": lambda a: not a,
+    "Where": lambda c, a, b: a if c else b,
+}
+for _name, _function in _ELEMENTWISE.items():
+    NUMBER_OPERATORS[_name] = _elementwise(_function)
+
+
+def _folding(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    def fold(*operands: Numbers) -> Numbers:
+        result = operands[0]
+        for operand in operands[1:]:
+            result = _elementwise(function)(result, operand)
+        return result
+
+    return fold
+
+
+NUMBER_OPERATORS["Max"] = _folding(torch.sym_max)
+NUMBER_OPERATORS["Min"] = _folding(torch.sym_min)
+
+
+@_numbers("Mod")
+def mod(a: Numbers, b: Numbers, *, fmod: int = 0) -> Numbers:
+    return _elementwise(_fmod if fmod else operator.mod)(a, b)
+
+
+@_numbers("ConstantOfShape")
+def constant_of_shape(shape: list[int], *, value: tuple[Any, torch.dtype] = (0.0, torch.float32)) -> list[Any]:
+    return [value[0]] * shape[0]
+
+
+@_numbers("Cast")
+def cast(value: Numbers, *, to: torch.dtype) -> Numbers:
+    def convert(v: Any) -> Any:
+        if to == torch.bool:
+            return bool(v)
+        if isinstance(v, bool):
+            return int(v)
+        if to.is_floating_point or isinstance(v, (int, torch.SymInt)):
+            return v
+        return math.trunc(v)
+
+    return [convert(v) for v in value] if isinstance(value, (list, tuple)) else convert(value)
+
+
+@_numbers("Gather")
+def gather(values: list[Any], index: Numbers, *, axis: int = 0) -> Numbers:
+    return [values[i] for i in index] if isinstance(index, (list, tuple)) else values[index]
+
+
+@_numbers("Concat")
+def concat(*parts: list[Any], axis: int) -> list[Any]:
+    return [v for part in parts for v in part]
+
+
+@_numbers("Slice")
+def slice_(values: list[Any], starts: list[int], ends: list[int], axes: Any = None, steps: Any = None) -> list[Any]:
+    step = steps[0] if steps else 1
+    start, end = starts[0], ends[0]
+    if step < 0 and end < -len(values):
+        return values[start::step]
+    return values[start:end:step]
+
+
+@_numbers("Squeeze")
+def squeeze(value: Numbers, axes: Any = None) -> Any:
+    if not isinstance(value, (list, tuple)):
+        return value
+    if axes is None and len(value) != 1:
+        return value
+    (number,) = value
+    return number
+
+
+@_numbers("Unsqueeze")
+def unsqueeze(value: Any, axes: list[int]) -> list[Any]:
+    return [value]
+
+
+@_numbers("Reshape")
+def reshape(value: Numbers, shape: list[int], *, allowzero: int = 0) -> Numbers:
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    return values if shape else values[0]
+
+
+@_numbers("Flatten")
+def flatten(value: list[Any], *, axis: int = 1) -> list[Any]:
+    return value
+
+
+def _reduction(function: Callable[[Any, Any], Any], start: Any) -> Callable[..., Any]:
+    def reduce(values: Sequence[Any], axes: Any = None, *, keepdims: int = 1, noop_with_empty_axes: int = 0) -> Any:
+        rest = list(values)
+        result = rest.pop(0) if rest else start
+        for v in rest:
+            result = function(result, v)
+        return [result] if keepdims else result
+
+    return reduce
+
+
+NUMBER_OPERATORS["ReduceProd"] = _reduction(lambda a, b: a * b, 1)
+NUMBER_OPERATORS["ReduceSum"] = _reduction(lambda a, b: a + b, 0)
+NUMBER_OPERATORS["ReduceMax"] = _reduction(torch.sym_max, 0)
+NUMBER_OPERATORS["ReduceMin"] = _reduction(torch.sym_min, 0)

@@ -1,0 +1,138 @@
+"""Normalization and dropout."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_ort.errors import UnsupportedError
+from lightning_ort.onnx_reader.registry import operator
+
+__all__ = ["BatchNormalization", "Dropout"]
+
+
+@operator("BatchNormalization", state=["input_mean", "input_var"])
+class BatchNormalization(nn.Module):
+    """With ``training_mode=1`` and in ``train()`` mode: normalizes by the batch and moves the running statistics.
+
+    They are ``input * momentum + batch * (1 - momentum)``, with the variance of the population, as the specification
+    says. Where they are initializers of the graph, they are moved in place.
+    """
+
+    def forward(
+        self,
+        x: Tensor,
+        scale: Tensor,
+        bias: Tensor,
+        input_mean: Tensor,
+        input_var: Tensor,
+        *,
+        epsilon: float = 1e-5,
+        momentum: float = 0.9,
+        training_mode: int = 0,
+        n_outputs: int,
+    ) -> Any:
+        if n_outputs > 3:
+            raise UnsupportedError("BatchNormalization: saved statistics (outputs 4 and 5) cannot be read")
+        input_mean, input_var = input_mean.detach(), input_var.detach()
+        if not (training_mode and self.training):
+            y = F.batch_norm(x, input_mean, input_var, scale, bias, False, 0.0, epsilon)
+            return (y, input_mean, input_var)[:n_outputs] if n_outputs > 1 else y
+        y = F.batch_norm(x, None, None, scale, bias, True, 0.0, epsilon)
+        with torch.no_grad():
+            axes = [0, *range(2, x.dim())]
+            mean = x.mean(axes)
+            variance = x.var(axes, correction=0)
+            mean = input_mean * momentum + mean * (1 - momentum)
+            variance = input_var * momentum + variance * (1 - momentum)
+            for running, new in ((input_mean, mean), (input_var, variance)):
+                running.copy_(new)
+        return (y, mean, variance)[:n_outputs] if n_outputs > 1 else y
+
+
+@operator("Dropout", sizes=["ratio", "training_mode"], random=True)
+class Dropout(nn.Module):
+    """Drops elements where ``training_mode`` is true and the module is in ``train()`` mode."""
+
+    def forward(
+        self, x: Tensor, ratio: Any = None, training_mode: Any = None, *, seed: int | None = None, n_outputs: int
+    ) -> Any:
+        share = 0.5 if ratio is None else ratio
+        if not (training_mode and self.training and share):
+            return (x, torch.ones_like(x, dtype=torch.bool)) if n_outputs == 2 else x
+        if n_outputs == 1:
+            return F.dropout(x, share, True)
+        mask = torch.empty_like(x).bernoulli_(1 - share)
+        return x * mask / (1 - share), mask.bool()
+
+
+@operator("InstanceNormalization")
+def instance_normalization(x: Tensor, scale: Tensor, bias: Tensor, *, epsilon: float = 1e-5) -> Tensor:
+    return F.instance_norm(x, None, None, scale, bias, True, 0.0, epsilon)
+
+
+@operator("LayerNormalization")
+def layer_normalization(
+    x: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    axis: int = -1,
+    epsilon: float = 1e-5,
+    stash_type: int = 1,
+    n_outputs: int,
+) -> Any:
+    axis = axis % x.dim()
+    shape = list(x.shape[axis:])
+    if list(scale.shape) == shape and (bias is None or list(bias.shape) == shape):
+        y = F.layer_norm(x, shape, scale, bias, epsilon)
+    else:
+        y = F.layer_norm(x, shape, None, None, epsilon) * scale
+        y = y if bias is None else y + bias
+    if n_outputs == 1:
+        return y
+    axes = list(range(axis, x.dim()))
+    mean = x.mean(axes, keepdim=True)
+    deviation = torch.rsqrt(x.var(axes, correction=0, keepdim=True) + epsilon)
+    return (y, mean, deviation)[:n_outputs]
+
+
+@operator("GroupNormalization")
+def group_normalization(
+    x: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    *,
+    num_groups: int,
+    epsilon: float = 1e-5,
+    stash_type: int = 1,
+    opset: int,
+) -> Tensor:
+    """Until opset 20 scale and bias are per group, from 21 on per channel."""
+    if opset < 21:
+        channels = x.shape[1] // num_groups
+        scale, bias = scale.repeat_interleave(channels), bias.repeat_interleave(channels)
+    return F.group_norm(x, num_groups, scale, bias, epsilon)
+
+
+@operator("LRN")
+def lrn(x: Tensor, *, size: int, alpha: float = 1e-4, beta: float = 0.75, bias: float = 1.0) -> Tensor:
+    before, after = math.floor((size - 1) / 2), math.ceil((size - 1) / 2)
+    squares = F.pad(x * x, [0, 0] * (x.dim() - 2) + [before, after])
+    total = sum(squares.narrow(1, i, x.shape[1]) for i in range(size))
+    return x / (bias + alpha / size * total) ** beta
+
+
+@operator("LpNormalization")
+def lp_normalization(x: Tensor, *, axis: int = -1, p: int = 2) -> Tensor:
+    return x / torch.linalg.vector_norm(x, p, axis, keepdim=True)
+
+
+@operator("MeanVarianceNormalization")
+def mean_variance_normalization(x: Tensor, *, axes: list[int] | None = None) -> Tensor:
+    axes = [0, 2, 3] if axes is None else axes
+    return (x - x.mean(axes, keepdim=True)) / (x.std(axes, correction=0, keepdim=True) + 1e-9)

@@ -1,0 +1,88 @@
+"""What an ONNX value name stands for while a graph is read, and ONNX data as Python and torch data."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnx
+import torch
+from onnx import numpy_helper
+from torch import fx
+
+from lightning_ort.runtime.dtypes import ONNX
+
+__all__ = ["Computed", "Constant", "Number", "Value", "attributes_of", "dtype_from", "tensor_from"]
+
+_DTYPES = {int(onnx_type): dtype for dtype, onnx_type in ONNX.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """A tensor known when the graph is read."""
+
+    tensor: torch.Tensor
+    initializer: str | None = None
+    """its name in the file, when it has one"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """A number (rank 0) or a list of numbers (rank 1) computed from sizes; Python numbers at run time."""
+
+    node: fx.Node
+    dtype: torch.dtype
+    rank: int
+    of_sizes: bool = False
+    """it is how many sizes there are, so that what is made with it is as long as a list of sizes"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Computed:
+    """A tensor, or a sequence of them."""
+
+    node: fx.Node
+
+
+Value: TypeAlias = Constant | Number | Computed
+
+
+def dtype_from(onnx_type: int) -> torch.dtype:
+    """Torch's element type for a ``TensorProto.DataType``.
+
+    Raises:
+        ValueError: torch has none (strings, 4-bit and 8-bit floats).
+    """
+    if onnx_type not in _DTYPES:
+        raise ValueError(f"element type {onnx.TensorProto.DataType.Name(onnx_type)} has no torch counterpart here")
+    return _DTYPES[onnx_type]
+
+
+def tensor_from(proto: onnx.TensorProto) -> torch.Tensor:
+    """A torch tensor of its own memory."""
+    dtype = dtype_from(proto.data_type)
+    array = np.array(numpy_helper.to_array(proto))
+    if dtype == torch.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def attributes_of(node: onnx.NodeProto) -> dict[str, Any]:
+    """Attributes as Python values: element types as torch's, tensors of one element as ``(number, dtype)``."""
+    found: dict[str, Any] = {}
+    for attribute in node.attribute:
+        value = onnx.helper.get_attribute_value(attribute)
+        if attribute.type == onnx.AttributeProto.STRING:
+            value = value.decode()
+        elif attribute.type == onnx.AttributeProto.STRINGS:
+            value = [v.decode() for v in value]
+        elif attribute.type == onnx.AttributeProto.TENSOR:
+            tensor = tensor_from(value)
+            value = (tensor.item(), tensor.dtype) if tensor.numel() == 1 else tensor
+        elif attribute.type in (onnx.AttributeProto.INTS, onnx.AttributeProto.FLOATS):
+            value = list(value)
+        elif attribute.name in ("to", "dtype"):
+            value = dtype_from(value)
+        found[attribute.name] = value
+    return found

@@ -1,0 +1,212 @@
+"""Files of torch's exporters as torch modules: results of ONNX Runtime, gradients of torch; and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.parser
+import onnxruntime
+import pytest
+import torch
+from onnx_exports import EXPORTS
+from torch import Tensor, nn
+
+from lightning_ort import UnsupportedError
+from lightning_ort.onnx_reader import OnnxModule, to_torch
+
+OPTIONS = onnxruntime.SessionOptions()
+OPTIONS.intra_op_num_threads = 1
+OPTIONS.log_severity_level = 4
+
+
+def parse(text: str, opset: int = 17, **initializers: np.ndarray) -> onnx.ModelProto:
+    model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : {opset}]> {text}')
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(a, n) for n, a in initializers.items())
+    return model
+
+
+def floats(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+@pytest.fixture(scope="module", params=EXPORTS)
+def pair(request: pytest.FixtureRequest) -> tuple[nn.Module, bytes, tuple[Tensor, ...]]:
+    """A module, its file, and inputs of another batch size than that of the export."""
+    export = EXPORTS[request.param]
+    module = export.make()
+    module.train(not export.dynamo)  # the dynamo exporter writes inference graphs only
+    data = export.write(module)
+    return module, data, export.inputs(7)
+
+
+def test_loss_and_gradients_are_those_of_the_exported_module(
+    pair: tuple[nn.Module, bytes, tuple[Tensor, ...]],
+) -> None:
+    module, data, inputs = pair
+    reader = to_torch(data)
+    (loss,) = reader(*inputs)
+    loss.backward()
+    session = onnxruntime.InferenceSession(data, OPTIONS, providers=["CPUExecutionProvider"])
+    feed = {n: x.numpy() for n, x in zip(reader.input_names, inputs, strict=True)}
+    assert loss.item() == pytest.approx(session.run(None, feed)[0].item(), rel=1e-5)
+    expected = module(*inputs)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    found = {reader.parameter_names[path]: p for path, p in reader.named_parameters()}
+    gradients = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+    for name, gradient in gradients.items():
+        if name in found and found[name].shape == gradient.shape:
+            torch.testing.assert_close(found[name].grad, gradient, rtol=1e-4, atol=1e-6)
+    # transposed and rearranged weights have other names; the norm of all gradients is the same
+    total = torch.cat([p.grad.flatten() for p in found.values() if p.grad is not None]).norm()
+    torch.testing.assert_close(total, torch.cat([g.flatten() for g in gradients.values()]).norm(), rtol=1e-4, atol=1e-6)
+
+
+NORM = """g (float[N,3] x) => (float[N,3] y) {
+    y, m, v = BatchNormalization<training_mode=1, momentum=0.8>(x, s, b, mean, var)
+}"""
+
+
+def norm() -> OnnxModule:
+    ones, zeros = np.ones(3, np.float32), np.zeros(3, np.float32)
+    return to_torch(parse(NORM, s=ones, b=zeros, mean=zeros, var=ones))
+
+
+def test_running_statistics_move_in_training_and_count_in_evaluation() -> None:
+    module, x = norm(), torch.randn(8, 3) + 2
+    assert set(module.parameter_names.values()) == {"s", "b"}
+    assert set(module.buffer_names.values()) == {"mean", "var"}
+    module(x)
+    torch.testing.assert_close(module.mean, 0.2 * x.mean(0))
+    torch.testing.assert_close(module.var, 0.8 + 0.2 * x.var(0, correction=0))
+    (y,) = module.eval()(x)
+    torch.testing.assert_close(y, (x - 0.2 * x.mean(0)) / (module.var + 1e-5).sqrt())
+
+
+def test_statistics_that_were_merged_with_weights_do_not_follow_them() -> None:
+    text = "g (float[N,3] x) => (float[N,3] y) { m = Identity(b) y = BatchNormalization(x, s, b, m, s) }"
+    module = to_torch(parse(text, s=np.ones(3, np.float32), b=np.zeros(3, np.float32)))
+    x = torch.randn(4, 3)
+    (y,) = module(x)
+    y.square().sum().backward()
+    torch.testing.assert_close(module.s.grad, 2 * (x * x / (1 + 1e-5)).sum(0))
+    with torch.no_grad():
+        module.s.mul_(3)
+        module.b.add_(1)
+    torch.testing.assert_close(module(x)[0], 3 * x / (1 + 1e-5) ** 0.5 + 1)
+
+
+def test_dropout_drops_in_training_only() -> None:
+    text = """g (float[N] x) => (float[N] y) {
+        r = Constant<value = float {0.25}>() t = Constant<value = bool {1}>() y = Dropout(x, r, t) }"""
+    module, x = to_torch(parse(text)), torch.ones(4000)
+    (y,) = module(x)
+    assert y.unique().tolist() == pytest.approx([0.0, 4 / 3])
+    assert (y == 0).float().mean().item() == pytest.approx(0.25, abs=0.05)
+    assert torch.equal(module.eval()(x)[0], x)
+
+
+GEMM = "g (float[N,3] x) => (float[N,2] y) { h = Gemm(x, w, b) c = Relu(h) y = Clip(c, low) }"
+
+
+def gemm() -> onnx.ModelProto:
+    return parse(GEMM, w=floats(3, 2), b=floats(2), low=np.float32(-1))
+
+
+def test_a_model_is_read_from_a_proto_bytes_and_a_file_with_external_data(tmp_path: Path) -> None:
+    model, x = gemm(), torch.randn(4, 3)
+    before = model.SerializeToString(deterministic=True)
+    (expected,) = to_torch(model)(x)
+    assert model.SerializeToString(deterministic=True) == before
+    assert torch.equal(to_torch(before)(x)[0], expected)
+    path = tmp_path / "m.onnx"
+    onnx.save(model, str(path), save_as_external_data=True, location="m.data", size_threshold=0)
+    assert torch.equal(to_torch(path)(x)[0], expected)
+    assert torch.equal(to_torch(str(path))(x=x)[0], expected)
+
+
+def test_parameters_are_the_floats_a_gradient_reaches_or_those_named() -> None:
+    assert list(to_torch(gemm()).parameter_names.values()) == ["w", "b"]
+    chosen = to_torch(gemm(), parameters=["b"])
+    assert [n for n, _ in chosen.named_parameters()] == ["b"]
+    assert "w" in chosen.buffer_names.values()
+    with pytest.raises(ValueError, match=r"no initializer 'q'\. It has: w, b, low"):
+        to_torch(gemm(), parameters=["q"])
+    whole = parse("g (float[2] x) => (float[2] y) { y = Gather(x, i) }", i=np.array([1, 0]))
+    with pytest.raises(ValueError, match=r"'i' is torch.int64; only floating-point"):
+        to_torch(whole, parameters=["i"])
+
+
+def test_names_that_python_does_not_allow_are_replaced_and_kept_apart() -> None:
+    names = ["layer.0.weight", "layer.0", "/a b", "/a_b", "forward"]
+    terms = " ".join(f"h{i + 1} = Add(h{i}, p{i})" for i in range(5))
+    model = parse(f"g (float[2] h0) => (float[2] h5) {{ {terms} }}", **{f"p{i}": floats(2, seed=i) for i in range(5)})
+    for i, name in enumerate(names):
+        model.graph.initializer[i].name = model.graph.node[i].input[1] = name
+    module = to_torch(model)
+    assert sorted(module.parameter_names.values()) == sorted(names)
+    assert module.get_parameter("layer.0.weight") is not None
+    expected = sum(floats(2, seed=i) for i in range(5))
+    torch.testing.assert_close(module(torch.zeros(2))[0], torch.as_tensor(expected))
+
+
+def test_sizes_stay_numbers_through_casts_and_arithmetic() -> None:
+    text = """g (float[N,4,M] x) => (float[A,B,C] y) {
+        s = Shape(x) zero = Constant<value = int64 {0}>() two = Constant<value = int64 {2}>()
+        last = Constant<value = int64[1] {-1}>() axis = Constant<value = int64[1] {0}>()
+        n = Gather(s, zero) m = Gather(s, two)
+        mf = Cast<to=1>(m) half = Constant<value = float {0.5}>() hf = Mul(mf, half) fl = Floor(hf) h = Cast<to=7>(fl)
+        nu = Unsqueeze(n, axis) hu = Unsqueeze(h, axis) t = Concat<axis=0>(nu, last, hu) y = Reshape(x, t) }"""
+    module = to_torch(parse(text))
+    assert module(torch.zeros(3, 4, 6))[0].shape == (3, 8, 3)
+    assert module(torch.zeros(5, 4, 2))[0].shape == (5, 8, 1)
+
+
+IF = """g (float[2] x, bool c) => (float[2] y) {
+    k = Constant<value = bool {1}>()
+    y = If(CONDITION) <
+        then_branch = t () => (float[2] a) { a = Relu(x) },
+        else_branch = e () => (float[2] b) { b = Neg(x) }
+    >
+}"""
+
+
+def test_a_branch_with_a_constant_condition_is_taken() -> None:
+    x = torch.tensor([1.0, -2.0])
+    assert to_torch(parse(IF.replace("CONDITION", "k")))(x, torch.tensor(False))[0].tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("g (float[2,2] x) => (float y) { d = Det(x) e = Abs(d) y = Foo(e) }", r"Det \(node 'd'\)\n  Foo \(node 'y'\)"),
+        (IF.replace("CONDITION", "c"), r"If \(node 'y'\): its condition is computed"),
+        ("g (float[4] x, int64[1] s) => (float[N] y) { y = Reshape(x, s) }", r"Reshape \(node 'y'\): its input 'shape' "
+         r"\('s'\) is computed from data"),
+        ("g (float[4] x) => (float[4] y) { y = Relu<slope=1.0>(x) }", r"Relu \(node 'y'\): attribute slope"),
+        ("g (float[4] x) => (float[4] y) { y = Relu(x, x) }", r"Relu \(node 'y'\): 2 inputs, at most 1"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_named_with_its_node(text: str, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        to_torch(parse(text))
+
+
+@pytest.mark.parametrize("opset", [12, 22])
+def test_other_opsets_are_refused(opset: int) -> None:
+    with pytest.raises(UnsupportedError, match=rf"opset {opset}; opsets 13 to 21"):
+        to_torch(parse("g (float[2] x) => (float[2] y) { y = Relu(x) }", opset))
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no ONNX file '.*none.onnx'"):
+        to_torch(tmp_path / "none.onnx")
+    data = gemm().SerializeToString()
+    with pytest.raises(ValueError, match="the bytes passed as model is no ONNX model, or a truncated one"):
+        to_torch(data[: len(data) // 2])
+    with pytest.raises(ValueError, match="holds no ONNX graph"):
+        to_torch(b"")
+    with pytest.raises(TypeError, match=r"model is a Linear; expected onnx.ModelProto, bytes or a path"):
+        to_torch(nn.Linear(2, 2))  # type: ignore[arg-type]

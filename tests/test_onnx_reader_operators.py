@@ -1,0 +1,393 @@
+"""Every operator of the table against ONNX Runtime, each in a graph of its own written in ONNX text."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx.parser
+import onnxruntime
+import pytest
+import torch
+
+from lightning_ort.onnx_reader import to_torch
+from lightning_ort.onnx_reader.load import STRUCTURE
+from lightning_ort.onnx_reader.registry import OPERATORS
+
+OPTIONS = onnxruntime.SessionOptions()
+OPTIONS.intra_op_num_threads = 1
+OPTIONS.log_severity_level = 4
+
+
+@dataclasses.dataclass
+class Case:
+    body: str
+    """nodes in ONNX text; the results are y, and y1, y2, ... where ``out`` has several types"""
+    inputs: dict[str, Any]
+    """a shape for random normal numbers, or an array"""
+    opset: int = 17
+    out: str = "float"
+    since: tuple[int, int] = (1, 19)
+    """the first ONNX Runtime that follows the specification here"""
+
+    def model(self) -> onnx.ModelProto:
+        names = ["y", *[f"y{i}" for i in range(1, len(self.out.split()))]]
+        results = ", ".join(f"{t}[] {n}" for t, n in zip(self.out.split(), names, strict=True))
+        heads = ", ".join(f"{_TYPES[a.dtype.name]}[{_dims(a)}] {n}" for n, a in self.arrays().items())
+        imports = f'"" : {self.opset}, "com.microsoft" : 1'
+        return onnx.parser.parse_model(
+            f"<ir_version: 8, opset_import: [{imports}]> g ({heads}) => ({results}) {{ {self.body} }}"
+        )
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        random = np.random.default_rng(3)
+        return {
+            n: random.standard_normal(v).astype(np.float32) if isinstance(v, tuple) else np.asarray(v)
+            for n, v in self.inputs.items()
+        }
+
+
+_TYPES = {"float32": "float", "float64": "double", "int64": "int64", "int32": "int32", "bool": "bool", "uint8": "uint8"}
+
+
+def _dims(array: np.ndarray) -> str:
+    return ",".join(map(str, array.shape))
+
+
+def _ints(*values: int) -> str:
+    return f"Constant<value = int64[{len(values)}] {{{','.join(map(str, values))}}}>()"
+
+
+X = (2, 3, 4)
+IMAGE = (2, 3, 7, 6)
+POSITIVE = np.linspace(0.1, 3, 24, dtype=np.float32).reshape(X)
+UNIT = np.linspace(-0.9, 0.9, 24, dtype=np.float32).reshape(X)
+INTEGERS = np.array([[7, -7, 5], [-5, 3, -1]])
+DIVISORS = np.array([[2, 2, -3], [-3, 4, 2]])
+FLAGS = np.array([[True, False, True], [False, False, True]])
+
+PLAIN = ["Abs", "Neg", "Exp", "Sin", "Cos", "Tan", "Sinh", "Cosh", "Tanh", "Atan", "Asinh", "Erf", "Floor", "Ceil",
+         "Round", "Sign", "Sigmoid", "Relu", "Softplus", "Softsign", "HardSwish", "Reciprocal"]  # fmt: skip
+
+CASES: dict[str, Case] = {
+    **{name: Case(f"y = {name}(x)", {"x": X}) for name in PLAIN},
+    **{name: Case(f"y = {name}(x)", {"x": UNIT}) for name in ("Acos", "Asin", "Atanh")},
+    **{name: Case(f"y = {name}(x)", {"x": POSITIVE}) for name in ("Log", "Sqrt")},
+    "Acosh": Case("y = Acosh(x)", {"x": POSITIVE + 1}),
+    "Mish": Case("y = Mish(x)", {"x": X}, 18),
+    **{n: Case(f"y = {n}(a, b)", {"a": X, "b": (3, 1)}) for n in ("Add", "Sub", "Mul", "Div", "Sum", "Mean")},
+    **{n: Case(f"y = {n}(a, b, a)", {"a": X, "b": (3, 1)}) for n in ("Max", "Min")},
+    **{
+        n: Case(f"y = {n}(a, b)", {"a": (2, 3), "b": (2, 3)}, out="bool")
+        for n in ("Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Equal")
+    },
+    **{n: Case(f"y = {n}(a, b)", {"a": FLAGS, "b": ~FLAGS[:1]}, out="bool") for n in ("And", "Or", "Xor")},
+    "Not": Case("y = Not(a)", {"a": FLAGS}, out="bool"),
+    **{
+        n: Case(f"y = {n}(a, b)", {"a": INTEGERS, "b": DIVISORS}, 18, "int64")
+        for n in ("BitwiseAnd", "BitwiseOr", "BitwiseXor")
+    },
+    "BitwiseNot": Case("y = BitwiseNot(a)", {"a": INTEGERS}, 18, "int64"),
+    "BitShift": Case(
+        'y = BitShift<direction="LEFT">(a, b) y1 = BitShift<direction="RIGHT">(a, b)',
+        {"a": np.array([9, 16, 3], np.uint8), "b": np.array([1, 2, 1], np.uint8)}, out="uint8 uint8",
+    ),
+    "Div of whole numbers": Case("y = Div(a, b)", {"a": INTEGERS, "b": DIVISORS}, out="int64"),
+    "Div of a constant": Case("c = Constant<value = float {2.0}>() y = Div(c, x)", {"x": POSITIVE}),
+    "Sub from a constant": Case("c = Constant<value = float {2.0}>() y = Sub(c, x)", {"x": X}),
+    "Less than a constant": Case("c = Constant<value = float {0.1}>() y = Less(c, x)", {"x": X}, out="bool"),
+    "Mod": Case("y = Mod(a, b)", {"a": INTEGERS, "b": DIVISORS}, out="int64"),
+    "Mod of floats": Case("y = Mod<fmod=1>(a, b)", {"a": X, "b": POSITIVE}),
+    "Pow": Case("y = Pow(a, b)", {"a": POSITIVE, "b": X}),
+    "Pow of whole numbers": Case("y = Pow(a, b)", {"a": POSITIVE, "b": np.array(3)}),
+    "IsNaN": Case("y = IsNaN(x)", {"x": np.array([1, np.nan], np.float32)}, out="bool"),
+    "IsInf": Case("y = IsInf<detect_negative=0>(x)", {"x": np.array([1, np.inf, -np.inf], np.float32)}, out="bool"),
+    "Where": Case("y = Where(c, a, b)", {"c": FLAGS, "a": (2, 3), "b": (1, 3)}),
+    "Where with constants": Case("z = Constant<value = float {0.5}>() y = Where(c, a, z)", {"c": FLAGS, "a": (2, 3)}),
+    "Clip": Case("a = Constant<value = float {-0.5}>() y = Clip(x, a)", {"x": X}),
+    "Clip above": Case("b = Constant<value = float {0.5}>() y = Clip(x, , b)", {"x": X}),
+    "Identity": Case("z = Identity(x) y = Relu(z)", {"x": X}),
+    "Cast": Case("y = Cast<to=7>(x)", {"x": X}, out="int64"),
+    "CastLike": Case("y = CastLike(x, l)", {"x": X, "l": np.array(1.0)}, 15, "double"),
+    # activations
+    "HardSigmoid": Case("y = HardSigmoid<alpha=0.3, beta=0.4>(x) y1 = HardSigmoid<alpha=0.166666667>(x)", {"x": X},
+                        out="float float"),
+    **{n: Case(f"y = {n}<alpha=0.7>(x)", {"x": X}) for n in ("LeakyRelu", "ThresholdedRelu", "Elu", "Celu")},
+    "Selu": Case("y = Selu<alpha=1.5, gamma=1.2>(x)", {"x": X}),
+    "PRelu": Case("y = PRelu(x, s)", {"x": X, "s": (3, 1)}),
+    "Gelu": Case('y = Gelu(x) y1 = Gelu<approximate="tanh">(x)', {"x": X}, 20, "float float"),
+    "com.microsoft.Gelu": Case("y = com.microsoft.Gelu(x)", {"x": X}),
+    "com.microsoft.FastGelu": Case("y = com.microsoft.FastGelu(x, b)", {"x": X, "b": (4,)}),
+    "com.microsoft.QuickGelu": Case("y = com.microsoft.QuickGelu<alpha=1.5>(x)", {"x": X}),
+    "Shrink": Case("y = Shrink<bias=0.2, lambd=0.4>(x)", {"x": X}),
+    **{n: Case(f"y = {n}<axis=1>(x)", {"x": X}) for n in ("Softmax", "LogSoftmax", "Hardmax")},
+    # products
+    "MatMul": Case("y = MatMul(a, b)", {"a": (2, 3, 4), "b": (4, 5)}),
+    "Gemm": Case("y = Gemm<transA=1, transB=1, alpha=0.5, beta=2.0>(a, b, c)", {"a": (4, 2), "b": (5, 4), "c": (2, 1)}),
+    "Gemm with a bias": Case("y = Gemm(a, b, c)", {"a": (2, 4), "b": (4, 5), "c": (5,)}),
+    "Gemm alone": Case("y = Gemm<alpha=0.5>(a, b)", {"a": (2, 4), "b": (4, 5)}),
+    "Einsum": Case('y = Einsum<equation="bij,bkj->bik">(a, b)', {"a": (2, 3, 4), "b": (2, 5, 4)}),
+    # shapes
+    "Shape": Case("y = Shape<start=1>(x)", {"x": X}, out="int64"),
+    "Size": Case("y = Size(x)", {"x": X}, out="int64"),
+    "Reshape": Case(f"s = {_ints(0, -1, 2)} y = Reshape(x, s)", {"x": X}),
+    "Reshape to nothing": Case(f"s = {_ints(0, 5)} y = Reshape<allowzero=1>(x, s)", {"x": (0, 3)}),
+    "Flatten": Case("y = Flatten<axis=-1>(x) y1 = Flatten<axis=0>(x)", {"x": X}, out="float float"),
+    "Transpose": Case("y = Transpose(x) y1 = Transpose<perm=[1,0,2]>(x)", {"x": X}, out="float float"),
+    "Squeeze": Case(f"a = {_ints(-1, 0)} y = Squeeze(x, a) y1 = Squeeze(x)", {"x": (1, 3, 1)}, out="float float"),
+    "Unsqueeze": Case(f"a = {_ints(-1, 0)} y = Unsqueeze(x, a)", {"x": (3,)}),
+    "Expand": Case(f"s = {_ints(2, 1, 4)} y = Expand(x, s)", {"x": (3, 1)}),
+    "Tile": Case(f"r = {_ints(2, 1, 3)} y = Tile(x, r)", {"x": X}),
+    "Concat": Case("y = Concat<axis=-2>(a, b, a)", {"a": (2, 3), "b": (1, 3)}),
+    "Split": Case(f"s = {_ints(1, 3)} y, y1 = Split<axis=2>(x, s)", {"x": X}, out="float float"),
+    "Split in equal parts": Case("y, y1 = Split<axis=-1>(x)", {"x": X}, out="float float"),
+    "Split with a remainder": Case("y, y1 = Split<axis=1, num_outputs=2>(x)", {"x": X}, 18, "float float"),
+    "Slice": Case(f"s = {_ints(1, -3)} e = {_ints(9, -1)} a = {_ints(1, -1)} y = Slice(x, s, e, a)", {"x": X}),
+    "Slice by steps": Case(
+        f"s = {_ints(-1, 3)} e = {_ints(-99, 0)} a = {_ints(1, 2)} t = {_ints(-1, -2)} y = Slice(x, s, e, a, t)",
+        {"x": X},
+    ),
+    "Slice backwards from beyond": Case(
+        f"s = {_ints(99)} e = {_ints(1)} a = {_ints(2)} t = {_ints(-1)} y = Slice(x, s, e, a, t)", {"x": X}
+    ),
+    "Pad": Case(f"p = {_ints(0, 1, 0, 2)} v = Constant<value = float {{1.5}}>() y = Pad(x, p, v)", {"x": (2, 3)}),
+    "Pad that cuts": Case(f"p = {_ints(0, -1, 0, 2)} y = Pad(x, p)", {"x": (2, 3)}),
+    "Pad by axes": Case(f"p = {_ints(1, 2)} a = {_ints(-1)} y = Pad(x, p, , a)", {"x": (2, 3)}, 18),
+    **{
+        f"Pad {mode}": Case(f'p = {_ints(0, 0, 1, 2, 0, 0, 0, 1)} y = Pad<mode="{mode}">(x, p)', {"x": IMAGE}, opset)
+        for mode, opset in (("reflect", 17), ("edge", 17), ("wrap", 19))
+    },
+    "DepthToSpace": Case(
+        'y = DepthToSpace<blocksize=2>(x) y1 = DepthToSpace<blocksize=2, mode="CRD">(x)', {"x": (1, 8, 2, 3)},
+        out="float float",
+    ),
+    "SpaceToDepth": Case("y = SpaceToDepth<blocksize=2>(x)", {"x": (1, 2, 4, 6)}),
+    "Trilu": Case("k = Constant<value = int64 {1}>() y = Trilu(x, k) y1 = Trilu<upper=0>(x)", {"x": X},
+                  out="float float"),
+    "ReverseSequence": Case(
+        "y = ReverseSequence<batch_axis=0, time_axis=1>(x, l)", {"x": (2, 4, 3), "l": np.array([3, 1])}
+    ),
+    # made from sizes
+    "ConstantOfShape": Case(
+        "s = Shape(x) z = ConstantOfShape<value = float[1] {2.5}>(s) y = Add(z, x)", {"x": X}
+    ),
+    "Range": Case(
+        "a = Constant<value = int64 {7}>() b = Constant<value = int64 {1}>() d = Constant<value = int64 {-2}>()"
+        "y = Range(a, b, d)", {}, out="int64",
+    ),
+    "EyeLike": Case("y = EyeLike<k=1>(x)", {"x": (3, 4)}),
+    "OneHot": Case(
+        "d = Constant<value = int64[1] {4}>() v = Constant<value = float[2] {0.0, 2.0}>() y = OneHot<axis=0>(i, d, v)",
+        {"i": np.array([[0, -1], [3, 9]])},
+    ),
+    # indices
+    "Gather": Case("y = Gather<axis=1>(x, i)", {"x": X, "i": np.array([[0, -1], [2, 1]])}),
+    "Gather of one": Case("y = Gather<axis=-1>(x, i)", {"x": X, "i": np.array(-2)}),
+    "Gather of rows": Case("y = Gather(x, i)", {"x": (5, 3), "i": np.array([[0, -1], [2, 1]], np.int32)}),
+    "GatherElements": Case("y = GatherElements<axis=1>(x, i)", {"x": (2, 3), "i": np.array([[0, -1], [2, 2]])}),
+    "GatherND": Case("y = GatherND(x, i)", {"x": X, "i": np.array([[0, -1], [1, 0]])}),
+    "GatherND in batches": Case("y = GatherND<batch_dims=1>(x, i)", {"x": X, "i": np.array([[[0]], [[-1]]])}),
+    **{
+        f"ScatterElements {r}": Case(
+            f'y = ScatterElements<axis=1, reduction="{r}">(x, i, u)',
+            {"x": (2, 3), "i": np.array([[0, -1], [2, 1]]), "u": (2, 2)}, 18,
+        )
+        for r in ("none", "add", "mul", "max", "min")
+    },
+    **{
+        f"ScatterND {r}": Case(
+            f'y = ScatterND<reduction="{r}">(x, i, u)', {"x": X, "i": np.array([[0, -1], [1, 0]]), "u": (2, 4)}, 18
+        )
+        for r in ("none", "add")
+    },
+    "Compress": Case("y = Compress<axis=1>(x, c)", {"x": X, "c": np.array([True, False, True])}),
+    "Compress flat": Case("y = Compress(x, c)", {"x": (2, 2), "c": np.array([False, True, True])}),
+    "NonZero": Case("y = NonZero(x)", {"x": np.array([[0, 2], [3, 0]], np.float32)}, out="int64"),
+    "TopK": Case(f"k = {_ints(2)} y, y1 = TopK<axis=1>(x, k)", {"x": X}, out="float int64"),
+    "TopK smallest": Case(f"k = {_ints(2)} y, i = TopK<largest=0>(x, k)", {"x": X}),
+    # reductions
+    **{
+        n: Case(f"y = {n}<axes=[-1, 0], keepdims=0>(x) y1 = {n}(x)", {"x": POSITIVE}, 13, "float float")
+        for n in ("ReduceMean", "ReduceProd", "ReduceMax", "ReduceMin", "ReduceL1", "ReduceL2", "ReduceSumSquare",
+                  "ReduceLogSum", "ReduceLogSumExp")
+    },
+    "ReduceSum": Case(f"a = {_ints(-1)} y = ReduceSum<keepdims=0>(x, a) y1 = ReduceSum(x)", {"x": X},
+                      out="float float"),
+    "ReduceMax with axes as an input": Case(f"a = {_ints(1)} y = ReduceMax(x, a)", {"x": X}, 18),
+    "ReduceSum over no axes": Case("y = ReduceSum<noop_with_empty_axes=1>(x)", {"x": X}, since=(1, 20)),
+    "ReduceMean of whole numbers": Case("y = ReduceMean<keepdims=0>(x)", {"x": INTEGERS.astype(np.int32)}, 17, "int32"),
+    **{
+        n: Case(f"y = {n}<axis=1, keepdims=0>(x) y1 = {n}<axis=1, select_last_index=1>(x)",
+                {"x": np.array([[1, 3, 3], [0, 0, 2]], np.float32)}, out="int64 int64")
+        for n in ("ArgMax", "ArgMin")
+    },
+    "CumSum": Case("a = Constant<value = int64 {1}>() y = CumSum(x, a) y1 = CumSum<exclusive=1, reverse=1>(x, a)",
+                   {"x": X}, out="float float"),
+    # convolutions and pooling
+    "Conv": Case("y = Conv<pads=[1,1,1,1], strides=[2,1]>(x, w, b)", {"x": IMAGE, "w": (4, 3, 3, 3), "b": (4,)}),
+    "Conv in groups": Case("y = Conv<group=3, dilations=[2,2]>(x, w)", {"x": IMAGE, "w": (6, 1, 3, 3)}),
+    "Conv with uneven pads": Case("y = Conv<pads=[1,0,2,1]>(x, w)", {"x": IMAGE, "w": (4, 3, 3, 2)}),
+    "Conv SAME_LOWER": Case('y = Conv<auto_pad="SAME_LOWER", strides=[2,2]>(x, w)', {"x": IMAGE, "w": (4, 3, 3, 4)}),
+    "Conv over one axis": Case('y = Conv<auto_pad="SAME_UPPER">(x, w)', {"x": (2, 3, 7), "w": (4, 3, 4)}),
+    "ConvTranspose": Case(
+        "y = ConvTranspose<strides=[2,2], output_padding=[1,0], pads=[1,1,1,1]>(x, w, b)",
+        {"x": IMAGE, "w": (3, 4, 3, 3), "b": (4,)},
+    ),
+    "ConvTranspose with uneven pads": Case(
+        "y = ConvTranspose<strides=[2,1], pads=[1,0,0,2]>(x, w)", {"x": IMAGE, "w": (3, 4, 3, 3)}
+    ),
+    "ConvTranspose to a shape": Case(
+        "y = ConvTranspose<strides=[2,2], output_shape=[14,12]>(x, w)", {"x": IMAGE, "w": (3, 4, 3, 3)}
+    ),
+    "MaxPool": Case("y = MaxPool<kernel_shape=[3,2], strides=[2,2], pads=[1,0,1,0], ceil_mode=1>(x)", {"x": IMAGE}),
+    "MaxPool with indices": Case(
+        "y, y1 = MaxPool<kernel_shape=[2,2], strides=[2,2]>(x)", {"x": IMAGE}, out="float int64"
+    ),
+    "MaxPool with uneven pads": Case("y = MaxPool<kernel_shape=[2,2], pads=[0,0,1,1]>(x)", {"x": IMAGE}),
+    "AveragePool": Case("y = AveragePool<kernel_shape=[3,3], strides=[2,2], pads=[1,1,1,1]>(x)", {"x": IMAGE}),
+    "AveragePool with padding counted": Case(
+        "y = AveragePool<kernel_shape=[3,3], pads=[1,0,1,2], count_include_pad=1>(x)", {"x": IMAGE}
+    ),
+    "AveragePool with uneven pads": Case("y = AveragePool<kernel_shape=[2,3], pads=[0,1,1,0]>(x)", {"x": IMAGE}),
+    "LpPool": Case("y = LpPool<kernel_shape=[2,3], p=2, pads=[0,1,0,1]>(x)", {"x": IMAGE}),
+    **{n: Case(f"y = {n}(x)", {"x": IMAGE}) for n in ("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool")},
+    "GridSample": Case('y = GridSample<mode="bilinear", padding_mode="border">(x, g)',
+                       {"x": IMAGE, "g": UNIT.reshape(2, 2, 3, 2)}, 16),
+    # normalization
+    "BatchNormalization": Case(
+        "y = BatchNormalization(x, s, b, m, v)", {"x": IMAGE, "s": (3,), "b": (3,), "m": (3,), "v": POSITIVE[0, :, 0]}
+    ),
+    "BatchNormalization in training": Case(
+        "y, y1, y2 = BatchNormalization<training_mode=1, momentum=0.8>(x, s, b, m, v)",
+        {"x": IMAGE, "s": (3,), "b": (3,), "m": (3,), "v": POSITIVE[0, :, 0]}, out="float float float",
+    ),
+    "InstanceNormalization": Case("y = InstanceNormalization(x, s, b)", {"x": IMAGE, "s": (3,), "b": (3,)}),
+    "LayerNormalization": Case(
+        "y, y1, y2 = LayerNormalization<axis=1>(x, s, b)", {"x": X, "s": (3, 4), "b": (3, 4)}, out="float float float"
+    ),
+    "LayerNormalization with one scale": Case(
+        "y = LayerNormalization<axis=1>(x, s)", {"x": X, "s": (4,)}, since=(1, 20)
+    ),
+    "GroupNormalization": Case(
+        "y = GroupNormalization<num_groups=2>(x, s, b)", {"x": (2, 4, 3), "s": (4,), "b": (4,)}, 21
+    ),
+    "GroupNormalization by groups": Case(
+        "y = GroupNormalization<num_groups=2>(x, s, b)", {"x": (2, 4, 3), "s": (2,), "b": (2,)}, 18
+    ),
+    "LRN": Case("y = LRN<size=3, alpha=0.5>(x)", {"x": (1, 5, 2, 2)}),
+    "LpNormalization": Case("y = LpNormalization<axis=1, p=1>(x)", {"x": X}),
+    "MeanVarianceNormalization": Case("y = MeanVarianceNormalization<axes=[0, 2]>(x)", {"x": X}),
+    "Dropout": Case("y, y1 = Dropout(x)", {"x": X}, out="float bool"),
+    # losses
+    **{
+        f"NegativeLogLikelihoodLoss {r}": Case(
+            f'y = NegativeLogLikelihoodLoss<reduction="{r}", ignore_index=1>(x, t, w)',
+            {"x": (4, 3), "t": np.array([0, 1, 2, 2]), "w": POSITIVE[0, :, 0]},
+        )
+        for r in ("none", "mean", "sum")
+    },
+    "SoftmaxCrossEntropyLoss": Case(
+        "y, y1 = SoftmaxCrossEntropyLoss(x, t)", {"x": (4, 3, 2), "t": np.array([[0, 1], [1, 1], [2, 2], [2, 0]])},
+        out="float float",
+    ),
+    # sequences
+    "SequenceConstruct": Case("s = SequenceConstruct(a, b) y = ConcatFromSequence<axis=0>(s)",
+                              {"a": (1, 2), "b": (2, 2)}),
+    "SplitToSequence": Case(
+        "s = SplitToSequence<axis=1>(x) i = Constant<value = int64 {-1}>() y = SequenceAt(s, i) y1 = SequenceLength(s)",
+        {"x": X}, out="float int64",
+    ),
+    "ConcatFromSequence": Case("s = SequenceConstruct(a, b) y = ConcatFromSequence<axis=0, new_axis=1>(s)",
+                               {"a": (2, 2), "b": (2, 2)}),
+    # recurrent layers
+    **{
+        f"{n} {d}": Case(
+            f'y, y1 = {n}<hidden_size=5, direction="{d}">(x, w, r, b)',
+            {"x": (4, 2, 3), "w": (k, g * 5, 3), "r": (k, g * 5, 5), "b": (k, g * 10)}, out="float float",
+        )
+        for n, g in (("LSTM", 4), ("GRU", 3), ("RNN", 1))
+        for d, k in (("forward", 1), ("reverse", 1), ("bidirectional", 2))
+    },
+    "LSTM with states": Case(
+        "y, , y1 = LSTM<hidden_size=5>(x, w, r, , , h, c)",
+        {"x": (4, 2, 3), "w": (1, 20, 3), "r": (1, 20, 5), "h": (1, 2, 5), "c": (1, 2, 5)}, out="float float",
+    ),
+    "GRU as torch has it": Case(
+        "y = GRU<hidden_size=5, linear_before_reset=1>(x, w, r, b, , h)",
+        {"x": (4, 2, 3), "w": (1, 15, 3), "r": (1, 15, 5), "b": (1, 30), "h": (1, 2, 5)},
+    ),
+    "RNN with Relu": Case(
+        'y = RNN<hidden_size=5, activations=["Relu"]>(x, w, r)', {"x": (4, 2, 3), "w": (1, 5, 3), "r": (1, 5, 5)}
+    ),
+}  # fmt: skip
+
+RESIZES = {
+    "nearest": 'Resize<mode="nearest", coordinate_transformation_mode="asymmetric", nearest_mode="floor">',
+    "nearest round": 'Resize<mode="nearest">',
+    "nearest ceil": 'Resize<mode="nearest", nearest_mode="round_prefer_ceil">',
+    "linear": 'Resize<mode="linear">',
+    "corners": 'Resize<mode="linear", coordinate_transformation_mode="align_corners">',
+    "asymmetric": 'Resize<mode="linear", coordinate_transformation_mode="asymmetric">',
+    "torch": 'Resize<mode="linear", coordinate_transformation_mode="pytorch_half_pixel">',
+    "cubic": 'Resize<mode="cubic">',
+    "cubic corners": 'Resize<mode="cubic", coordinate_transformation_mode="align_corners">',
+    "cubic -0.5": 'Resize<mode="cubic", cubic_coeff_a=-0.5>',
+}
+for _name, _node in RESIZES.items():
+    _scales = "s = Constant<value = float[4] {1.0, 1.0, 2.0, 1.5}>()"
+    CASES[f"Resize {_name} by scales"] = Case(f"{_scales} y = {_node}(x, , s)", {"x": IMAGE})
+    CASES[f"Resize {_name} to sizes"] = Case(f"s = {_ints(2, 3, 4, 9)} y = {_node}(x, , , s)", {"x": IMAGE})
+
+RANDOM = {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli"}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_operator_computes_what_onnx_runtime_computes(case: Case) -> None:
+    if tuple(map(int, onnxruntime.__version__.split(".")[:2])) < case.since:
+        pytest.skip(f"ONNX Runtime {onnxruntime.__version__} does not follow the specification here")
+    model, arrays = case.model(), case.arrays()
+    session = onnxruntime.InferenceSession(model.SerializeToString(), OPTIONS, providers=["CPUExecutionProvider"])
+    expected = session.run(None, arrays)
+    results = to_torch(model)(*[torch.from_numpy(a) for a in arrays.values()])
+    for result, value in zip(results, expected, strict=True):
+        found = result.detach().numpy()
+        assert found.dtype == value.dtype
+        assert found.shape == value.shape
+        np.testing.assert_allclose(found, value, rtol=2e-5, atol=2e-6)
+
+
+def test_every_operator_of_the_table_has_a_case() -> None:
+    seen = {(n.domain, n.op_type) for case in CASES.values() for n in case.model().graph.node}
+    missing = set(OPERATORS) - seen - {("", name) for name in RANDOM}
+    assert not missing
+    assert ("", "Identity") in seen and STRUCTURE - {"If"} <= {name for _, name in seen}
+
+
+def test_the_page_lists_the_table() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "onnx-reader.md").read_text()
+    listed = set(re.findall(r"`(\w+)`", page[page.index("## Operators") :]))
+    assert listed - {"Constant", "Identity", "If", "com"} == {name for _, name in OPERATORS}
+
+
+@pytest.mark.parametrize(
+    ("body", "mean", "deviation"),
+    [
+        ("y = RandomNormal<shape=[4000], mean=2.0, scale=3.0>()", 2, 3),
+        ("y = RandomUniform<shape=[4000], low=1.0, high=3.0>()", 2, 3**-0.5),
+        ("y = RandomNormalLike<mean=2.0, scale=3.0>(x)", 2, 3),
+        ("y = RandomUniformLike<low=1.0, high=3.0>(x)", 2, 3**-0.5),
+        ("h = HardSigmoid<alpha=0.0, beta=0.25>(x) y = Bernoulli(h)", 0.25, 0.433),
+    ],
+)
+def test_random_numbers_have_the_distribution_and_follow_torchs_seed(body: str, mean: float, deviation: float) -> None:
+    module = to_torch(Case(body, {"x": (4000,)}, 15).model())
+    torch.manual_seed(1)
+    (first,) = module(torch.zeros(4000))
+    torch.manual_seed(1)
+    (again,) = module(torch.zeros(4000))
+    assert torch.equal(first, again)
+    assert first.mean().item() == pytest.approx(mean, abs=0.2)
+    assert first.std().item() == pytest.approx(deviation, rel=0.05)
