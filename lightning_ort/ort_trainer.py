@@ -51,12 +51,12 @@ class _Rate(_LRScheduler):
 
     def __init__(self, function: Callable[[int], float] | None) -> None:
         super().__init__()
-        self.function, self.given = function, None
+        self.function = function
+        self.given: float | None = None
 
     def get_lr(self, train_step_info: TrainStepInfo) -> list[float]:
-        given: float | None = self.given
-        if given is not None:
-            return [given]
+        if self.given is not None:
+            return [self.given]
         if self.function is None:
             return [train_step_info.optimizer_config.lr]
         return [float(self.function(train_step_info.optimization_step))]
@@ -151,9 +151,7 @@ class ORTTrainer:
                 },
                 "debug": {
                     "deterministic_compute": _use_deterministic_compute,
-                    "graph_save_paths": {
-                        "model_with_training_graph_after_optimization_path": optimized_model_filepath
-                    },
+                    "graph_save_paths": {"model_with_training_graph_after_optimization_path": optimized_model_filepath},
                 },
                 "_internal_use": {
                     "enable_internal_postprocess": _enable_internal_postprocess,

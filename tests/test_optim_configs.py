@@ -11,7 +11,11 @@ from lightning_ort import TrainStepInfo, amp, optim
 from lightning_ort.optim import AdamConfig, LambConfig, SGDConfig, lr_scheduler
 
 WRONG = [
-    (lambda: SGDConfig(params=[{"params": ["w"], "lr": 1.0}]), AssertionError, "'params' must be an empty list for SGD"),
+    (
+        lambda: SGDConfig(params=[{"params": ["w"], "lr": 1.0}]),
+        AssertionError,
+        "'params' must be an empty list for SGD",
+    ),
     (lambda: AdamConfig(lr=-1.0), AssertionError, "'lr' must be a positive number"),
     (lambda: AdamConfig(lr="1"), TypeError, "'>=' not supported between instances of 'str' and 'int'"),
     (lambda: AdamConfig([{"params": ["w"], "lr": 1.0}]), AssertionError, "'lr' is not supported inside params"),
@@ -47,14 +51,14 @@ WRONG = [
     ),
     (lambda: lr_scheduler.LinearWarmupLRScheduler(), TypeError, "missing 1 required positional argument"),
     (lambda: amp.LossScaler(1), AssertionError, "'loss_scale' must be a positive float"),
-    (lambda: amp.LossScaler(1.0).update(TrainStepInfo(SGDConfig())), NotImplementedError, ""),
+    (lambda: amp.LossScaler(1.0).update(TrainStepInfo(SGDConfig())), NotImplementedError, None),
     (lambda: TrainStepInfo(None), AssertionError, "'optimizer_config' must be an optimizer config"),
 ]
 
 
 @pytest.mark.parametrize(("make", "kind", "message"), WRONG, ids=[f"{m}-{i}" for i, (_, _, m) in enumerate(WRONG)])
 def test_wrong_arguments(make, kind, message):
-    with pytest.raises(kind, match=re.escape(message)):
+    with pytest.raises(kind, match=message and re.escape(message)):
         make()
 
 

@@ -86,8 +86,7 @@ INVALID = [
     ),
     (
         {"graph_transformer": {"propagate_cast_ops_config": {"propagate_cast_ops_strategy": 1}}},
-        "{'graph_transformer': [{'propagate_cast_ops_config': "
-        "[{'propagate_cast_ops_strategy': ['unknown field']}]}]}",
+        "{'graph_transformer': [{'propagate_cast_ops_config': [{'propagate_cast_ops_strategy': ['unknown field']}]}]}",
     ),
 ]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-
 from orttrainer_models import RECORDINGS, Recording, batches
 
 
@@ -24,7 +23,9 @@ def test_training_equals_the_recording(name):
         np.testing.assert_allclose(got, value, rtol=0, atol=5e-6 * np.abs(value).max(), err_msg=key)
     # the user's module holds the trained weights
     module = trainer._combined.model
-    assert all(np.array_equal(p.detach().numpy(), state["model"]["full_precision"][n]) for n, p in module.named_parameters())
+    assert all(
+        np.array_equal(p.detach().numpy(), state["model"]["full_precision"][n]) for n, p in module.named_parameters()
+    )
     for key, value in arrays.items():
         if not key.startswith("opt/"):
             continue

@@ -51,7 +51,7 @@ def assert_same(a, b):
 
 def test_original_checkpoint_resumes_with_the_recorded_losses():
     found = trainer(ADAM(lr=0.01), utils={"grad_norm_clip": False})
-    with pytest.raises(ValueError, match="is pickled.*allow_pickle=True"):
+    with pytest.raises(ValueError, match=r"is pickled.*allow_pickle=True"):
         found.load_checkpoint(str(FILE))
     user = found.load_checkpoint(str(FILE), allow_pickle=True)
     assert isinstance(user, dict)
@@ -75,11 +75,11 @@ def test_original_checkpoint_without_optimizer():
 def test_damaged_files():
     found = trainer()
     before = found.state_dict()
-    with pytest.raises(ValueError, match="corrupt.h5 is not an hdf5 file or a python file-like object"):
+    with pytest.raises(ValueError, match=r"corrupt\.h5 is not an hdf5 file or a python file-like object"):
         found.load_checkpoint(DATA / "corrupt.h5")
     with pytest.raises(OSError, match="truncated file"):
         found.load_checkpoint(DATA / "truncated.h5")
-    with pytest.raises(ValueError, match="none.h5 is not an hdf5 file or a python file-like object"):
+    with pytest.raises(ValueError, match=r"none\.h5 is not an hdf5 file or a python file-like object"):
         found.load_checkpoint("none.h5")
     with pytest.raises(IndexError, match="needs the path of at least one file"):
         found.load_checkpoint()
@@ -127,7 +127,7 @@ def test_files_are_not_overwritten_and_appear_complete(tmp_path, monkeypatch):
     path = tmp_path / "c.h5"
     found.save_checkpoint(str(path))
     content = path.read_bytes()
-    with pytest.raises(FileExistsError, match="c.h5 exists"):
+    with pytest.raises(FileExistsError, match=r"c\.h5 exists"):
         found.save_checkpoint(str(path))
     with pytest.raises(FileNotFoundError, match="The folder of"):
         found.save_checkpoint(str(tmp_path / "none" / "c.h5"))
@@ -194,7 +194,12 @@ def test_strict_loading_names_keys(state, path, value, message, steps):
 
 
 MISMATCHED = [
-    ((*W, "fc1.bias"), np.zeros(5), RuntimeError, "state_dict[model][full_precision][fc1.bias] has shape [5]; expected [32]"),
+    (
+        (*W, "fc1.bias"),
+        np.zeros(5),
+        RuntimeError,
+        "state_dict[model][full_precision][fc1.bias] has shape [5]; expected [32]",
+    ),
     (
         ("optimizer", "fc1.bias", "Moment_2"),
         np.zeros((2, 2)),

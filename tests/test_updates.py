@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import onnx_ir as ir
 import onnx.parser
+import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
@@ -75,8 +75,12 @@ def test_rules_follow_their_formulas(rule, clip, guard):
         for p, g, ss, group in zip(exact, gradients, exact_states, groups, strict=True):
             factor = 3.0 / norm if clip and group == 0 and norm > 3 else 1.0
             reference(rule, p, g.double() * factor, ss, lr, count, (0.1, 0.0)[group])
-    for got, expected in zip(params + [s for ss in states for s in ss], exact + [s for ss in exact_states for s in ss], strict=True):
-        torch.testing.assert_close(got.double(), expected, rtol=0, atol=2e-6 * max(1.0, float(expected.abs().max()) if expected.numel() else 0))
+    for got, expected in zip(
+        params + [s for ss in states for s in ss], exact + [s for ss in exact_states for s in ss], strict=True
+    ):
+        torch.testing.assert_close(
+            got.double(), expected, rtol=0, atol=2e-6 * max(1.0, float(expected.abs().max()) if expected.numel() else 0)
+        )
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -154,7 +158,7 @@ def test_shared_memory_is_refused():
     flat = torch.zeros(10)
     with pytest.raises(ValueError, match="two parameters share memory"):
         Update(SGD(), [flat[:6], flat[5:]], [(), ()], [0, 0], RuntimeConfig())
-    with pytest.raises(ValueError, match="parameters of torch.float16"):
+    with pytest.raises(ValueError, match=r"parameters of torch\.float16"):
         Update(SGD(), [flat.half()], [()], [0], RuntimeConfig())
 
 
@@ -204,7 +208,10 @@ def test_what_is_not_safe_goes_through_a_second_buffer():
     before = p.clone()
     update = Update(ReadLater(), [p], [(s,)], [0], RuntimeConfig())
     update.coefficients[0].fill_(0.5)
-    assert dict(zip([o.what for o in update._graph_outputs], update._in_place, strict=True)) == {"param": False, 0: True}
+    assert dict(zip([o.what for o in update._graph_outputs], update._in_place, strict=True)) == {
+        "param": False,
+        0: True,
+    }
     update.run([g])
     torch.testing.assert_close(p, before - 0.5 * g)
     assert torch.equal(s, before)
@@ -225,6 +232,8 @@ def test_the_graph_runs_as_it_was_checked():
 def test_scalar_work_is_done_once():
     """Products of coefficients are common to all pieces of a group."""
     pieces = pieces_of([1 << 19], [0], elementwise=True)
-    types = [n.op_type for n in UpdateGraph(Adam("before"), pieces, [torch.float32], clip=False, guard=False).model.graph]
+    types = [
+        n.op_type for n in UpdateGraph(Adam("before"), pieces, [torch.float32], clip=False, guard=False).model.graph
+    ]
     assert len(pieces) == 4 and len(types) == 4 * 13 + 2
     assert "Identity" not in types

@@ -154,13 +154,13 @@ class PolyWarmupLRScheduler(_WarmupLRScheduler):
     def get_lr(self, train_step_info: TrainStepInfo) -> list[float]:
         """The learning rate of the step about to be made; see the base class."""
         base = train_step_info.optimizer_config.lr
-        _require(
-            base > self.lr_end, f"lr_end ({self.lr_end}) must be smaller than the base learning rate ({base})"
-        )
+        _require(base > self.lr_end, f"lr_end ({self.lr_end}) must be smaller than the base learning rate ({base})")
         return super().get_lr(train_step_info)
 
     def _after_warmup(self, step: int, base: float) -> float:
         if step > self.total_steps:
             return self.lr_end
         remaining = 1 - (step - self._warmup_steps) / (self.total_steps - self._warmup_steps)
-        return (base - self.lr_end) * remaining**self.power + self.lr_end
+        decayed = (base - self.lr_end) * remaining**self.power + self.lr_end
+        # as a share of the base and back: the digits of the original
+        return base * (decayed / base)

@@ -13,8 +13,8 @@ __all__ = ["aggregate"]
 def aggregate(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One state from those of all ranks of a training with ZeRO.
 
-    With ZeRO stage 1 a rank keeps the optimizer states of its share of all weights, laid end to end; a weight that lies across
-    the border of two shares is stored in parts, each flat. ``partition_info`` has the shape of such weights.
+    With ZeRO stage 1 a rank keeps the optimizer states of its share of all weights, laid end to end; a weight that lies
+    across the border of two shares is stored in parts, each flat. ``partition_info`` has the shape of such weights.
 
     Args:
         states: one per file, in any order.

@@ -72,9 +72,7 @@ def _check_input(entry: _Entry, tensor: Any, sizes: dict[str, tuple[int, str]]) 
     for size, name in zip(tensor.shape, entry.shape, strict=True):
         if isinstance(name, str):
             known, where = sizes.setdefault(name, (size, entry.name))
-            _require(
-                known == size, f"Mismatch in dynamic shape {name}: {known} in {where!r}, {size} in {entry.name!r}"
-            )
+            _require(known == size, f"Mismatch in dynamic shape {name}: {known} in {where!r}, {size} in {entry.name!r}")
 
 
 def _shape_problem(entry: _Entry, tensor: Tensor) -> str:

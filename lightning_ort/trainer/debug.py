@@ -89,9 +89,7 @@ class GraphFiles:
                 options = onnxruntime.SessionOptions()
                 options.log_severity_level = 3
                 options.optimized_model_filepath = str(path)
-                onnxruntime.InferenceSession(
-                    training.SerializeToString(), options, providers=["CPUExecutionProvider"]
-                )
+                onnxruntime.InferenceSession(training.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
     def _shaped(self, model: onnx.ModelProto) -> onnx.ModelProto:
         return inferred(model) if self._infer else model

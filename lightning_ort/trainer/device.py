@@ -9,6 +9,7 @@ import onnxruntime
 import torch
 
 from lightning_ort.errors import ProviderError
+from lightning_ort.runtime.providers import check_available
 from lightning_ort.runtime.session import RuntimeConfig
 from lightning_ort.trainer.options import ORTTrainerOptions
 
@@ -71,6 +72,7 @@ def runtime_config(options: ORTTrainerOptions, device: torch.device) -> RuntimeC
             f"options['device.mem_limit'] = {options.device.mem_limit}: ONNX Runtime has a limit for CUDA devices "
             "only. Leave it out on the CPU."
         )
+    check_available(list(providers), providers)
     return RuntimeConfig(list(providers), providers, _session_options(options))
 
 

@@ -53,7 +53,7 @@ def export(
             torch.onnx.export(
                 combined,
                 tuple(inputs),
-                buffer,
+                buffer,  # type: ignore[arg-type]  # a stream is taken by this exporter
                 dynamo=False,
                 opset_version=internal.onnx_opset_version,
                 input_names=names,
@@ -123,5 +123,5 @@ def check_export(
         off = float(np.max(np.abs(got - wanted))) if wanted.size else 0.0
         if not off <= tolerance * max(float(np.max(np.abs(wanted))) if wanted.size else 0.0, 1.0):
             raise MismatchError(
-                f"check_model_export: output {name!r} of the exported ONNX model differs from the module's by {off:.3g}."
+                f"check_model_export: output {name!r} of the exported ONNX model is off by {off:.3g} from the module's."
             )

@@ -21,6 +21,9 @@ class _Section:
             nested = isinstance(value, dict) and key not in _DATA
             setattr(self, key, _Section(value) if nested else value)
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"options have no {name!r} here; there are {', '.join(self._items())}.")
+
     def _items(self) -> dict[str, Any]:
         return {
             k: v._items() if isinstance(v, _Section) else v for k, v in vars(self).items() if not k.startswith("__")
@@ -42,7 +45,7 @@ class ORTTrainerOptions(_Section):
         ValueError: an unknown key, or a value that the key does not take.
     """
 
-    def __init__(self, options: Mapping[str, Any] = {}) -> None:  # noqa: B006  never changed
+    def __init__(self, options: Mapping[str, Any] = {}) -> None:
         given = dict(options)
         validator = OptionsValidator(SCHEMA)
         validated = validator.validated(given)

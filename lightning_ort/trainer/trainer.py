@@ -92,8 +92,9 @@ class ORTTrainer:
         trained = self._freeze()
         clip, guard = self.options.utils.grad_norm_clip, bool(mixed.enabled)
         self._optimizer = Optimizer(optim_config, trained, self._weights, runtime, clip=clip, guard=guard)
+        self._fallbacks: list[Fallback] = []
         self._files = GraphFiles(self.options)
-        backend = ORTBackend(self._files.watched(runtime), on_fallback=_tell)
+        backend = ORTBackend(self._files.watched(runtime), on_fallback=self._fallbacks.extend)
         half = torch.float16 if mixed.enabled else None
         self._step = Step(self._combined, self.model_desc, backend, half=half)
         self._train_step_info = TrainStepInfo(optim_config)
@@ -198,8 +199,10 @@ class ORTTrainer:
         try:
             return step()
         except CompilationError:
+            self._fallbacks.clear()
             raise
         except Exception as error:
+            self._fallbacks.clear()
             if gradients is None and training:
                 self._optimizer.zero_grad()
             if not _is_execution_error(error):
@@ -210,6 +213,10 @@ class ORTTrainer:
             raise kind(f"{name} failed: {reason.strip()}{summary(self.model_desc, inputs, reason)}") from error
 
     def _remember(self, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        if self._fallbacks:
+            told, self._fallbacks[:] = list(dict.fromkeys(self._fallbacks)), []
+            for f in told:
+                warnings.warn(f"{f.operator} runs in torch: {f.reason} ({f.source})", UserWarning, stacklevel=4)
         if self._example is not None:
             return
         self._example = [x.detach().clone() for x in inputs]
@@ -292,7 +299,7 @@ class ORTTrainer:
     def save_checkpoint(
         self,
         path: str | os.PathLike[str] | IO[bytes],
-        user_dict: Mapping[str, Any] = {},  # noqa: B006  never changed
+        user_dict: Mapping[str, Any] = {},
         include_optimizer_states: bool = True,
     ) -> None:
         """Write the state to an HDF5 file, which appears under its name when it is complete.
@@ -345,9 +352,7 @@ def _check_arguments(model: Any, optim_config: Any, loss_fn: Any, options: Any) 
     if not isinstance(model, (nn.Module, onnx.ModelProto)):
         raise ValueError(f"'model' must be either 'torch.nn.Module' or 'onnx.ModelProto', not {type(model).__name__}")
     if not isinstance(optim_config, _OptimizerConfig):
-        raise AssertionError(
-            "'optim_config' is required and must be any of 'AdamConfig', 'LambConfig' or 'SGDConfig'"
-        )
+        raise AssertionError("'optim_config' is required and must be any of 'AdamConfig', 'LambConfig' or 'SGDConfig'")
     if loss_fn is not None and not (callable(loss_fn) and len(inspect.signature(loss_fn).parameters) == 2):
         raise AssertionError("'loss_fn' must be either 'None' or a callable with two parameters")
     if options is not None and not isinstance(options, ORTTrainerOptions):
@@ -356,11 +361,6 @@ def _check_arguments(model: Any, optim_config: Any, loss_fn: Any, options: Any) 
 
 def _is_execution_error(error: Exception) -> bool:
     return isinstance(error, (RuntimeError, IndexError)) or type(error).__module__.startswith("onnxruntime")
-
-
-def _tell(fallbacks: Sequence[Fallback]) -> None:
-    for f in fallbacks:
-        warnings.warn(f"{f.operator} runs in torch: {f.reason} ({f.source})", UserWarning, stacklevel=2)
 
 
 def _given_out(results: list[Tensor]) -> Any:

@@ -135,8 +135,10 @@ class UpdateGraph:
                 return list(result) if isinstance(result, (tuple, list)) else [result]
 
             with self._fake:
+                # nodes copied from one trace share their fake tensor, by which make_fx would take them for one value
+                fakes = [torch.empty(v.shape, dtype=v.dtype) for v in vals]
                 table = decompositions.table()
-                trace = make_fx(flat, decomposition_table=table, _allow_non_fake_inputs=True)(*vals).graph
+                trace = make_fx(flat, decomposition_table=table, _allow_non_fake_inputs=True)(*fakes).graph
             self._traces[signature] = trace
         copies = dict(zip([n for n in trace.nodes if n.op == "placeholder"], arguments, strict=True))
         for node in trace.nodes:

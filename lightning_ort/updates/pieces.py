@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 __all__ = ["CHUNK", "SMALL", "Part", "Piece", "pieces_of"]
@@ -63,5 +64,5 @@ def pieces_of(sizes: Sequence[int], groups: Sequence[int], *, elementwise: bool)
         # pieces of nearly the same size: a short remainder would have as many nodes as a full one
         count = -(-len(part) // CHUNK)
         cuts = [len(part) * k // count for k in range(count + 1)]
-        pieces += [Piece((Part(part.param, a, b),), group) for a, b in zip(cuts, cuts[1:], strict=False)]
+        pieces += [Piece((Part(part.param, a, b),), group) for a, b in itertools.pairwise(cuts)]
     return pieces + [Piece(tuple(parts), group) for group, parts in joined.items()]

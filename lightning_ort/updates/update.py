@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,9 +60,7 @@ class Update:
         pieces = pieces_of([p.numel() for p in params], groups, elementwise=rule.elementwise)
         graph = UpdateGraph(rule, pieces, ordered, clip=clip, guard=guard)
         self.model: ir.Model = graph.model
-        self.coefficients = [
-            torch.zeros(len(rule.coefficients), dtype=dtype, device=self._device) for dtype in ordered
-        ]
+        self.coefficients = [torch.zeros(len(rule.coefficients), dtype=dtype, device=self._device) for dtype in ordered]
         self._scale = torch.ones((), device=self._device)
         self._limits = torch.full((len(ordered),), torch.inf, device=self._device)
         self._finite = torch.ones((), dtype=torch.bool, device=self._device) if guard else None
@@ -113,9 +112,7 @@ class Update:
             target = view(slot)
             if slot.what != "finite" and (target is None or not in_place):
                 assert isinstance(slot.where, Part)
-                buffer = torch.empty(
-                    len(slot.where), dtype=self._params[slot.where.param].dtype, device=self._device
-                )
+                buffer = torch.empty(len(slot.where), dtype=self._params[slot.where.param].dtype, device=self._device)
                 self._copies.append((slot, buffer))
                 target = buffer
             assert target is not None
@@ -180,7 +177,7 @@ def _check(params: Sequence[Tensor]) -> None:
             f"parameters of {', '.join(sorted(wrong))} cannot be updated in ONNX Runtime; expected float32 or float64."
         )
     spans = sorted((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size()) for p in params if p.numel())
-    if any(end > start for (_, end), (start, _) in zip(spans, spans[1:], strict=False)):
+    if any(end > start for (_, end), (start, _) in itertools.pairwise(spans)):
         raise ValueError(
             "two parameters share memory without being the same parameter, so each would be updated twice. Make them "
             "one nn.Parameter, or give each its own tensor."
