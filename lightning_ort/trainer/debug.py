@@ -70,7 +70,11 @@ class GraphFiles:
         names |= {y.data_ptr(): e.name for e, y in zip(description.outputs, results, strict=True) if y.numel()}
         gradients = {n: p.grad for n, p in weights.items() if isinstance(p, nn.Parameter) and p.grad is not None}
         names |= {g.data_ptr(): f"{name}_grad" for name, g in gradients.items() if g.numel()}
-        models = [_renamed(model, session.addresses(), names) for session, model in self._sessions if session.has_run]
+        ranks = {e.name: y.dim() for e, y in zip(description.outputs, results, strict=True)}
+        ranks |= {f"{name}_grad": g.dim() for name, g in gradients.items()}
+        models = [
+            _renamed(model, session.addresses(), names, ranks) for session, model in self._sessions if session.has_run
+        ]
         self._sessions.clear()
         paths = self._paths
         if forward is not None and paths.model_after_graph_transforms_path:
@@ -101,7 +105,9 @@ def _numbered(path: str, number: int) -> Path:
     return plain if number == 0 else plain.with_name(f"{plain.stem}.{number}{plain.suffix}")
 
 
-def _renamed(serialized: bytes, addresses: Mapping[str, int], names: Mapping[int, str]) -> onnx.ModelProto:
+def _renamed(
+    serialized: bytes, addresses: Mapping[str, int], names: Mapping[int, str], ranks: Mapping[str, int]
+) -> onnx.ModelProto:
     model = onnx.load_from_string(serialized)
     graph = model.graph
     new: dict[str, str] = {}
@@ -111,6 +117,11 @@ def _renamed(serialized: bytes, addresses: Mapping[str, int], names: Mapping[int
             new[value.name] = name
     for value in [*graph.input, *graph.output]:
         value.name = new.get(value.name, value.name)
+    for value in graph.output:
+        if not value.type.tensor_type.HasField("shape"):
+            value.type.tensor_type.shape.SetInParent()
+            for _ in range(ranks.get(value.name, 0)):
+                value.type.tensor_type.shape.dim.add()
     for node in graph.node:
         for values in (node.input, node.output):
             values[:] = [new.get(name, name) for name in values]

@@ -97,6 +97,7 @@ class Step:
         self._train = torch.compile(with_own_code(_step_function(combined, description.loss, half)), backend=backend)
         self._eval = torch.compile(with_own_code(_step_function(combined, None, half)), backend=backend)
         self._eager = _step_function(combined, None, half)
+        self._settings = torch._dynamo.config.patch(DYNAMO_SETTINGS)  # making it takes longer than entering it
         self._buffers = [(m, name) for m in combined.modules() for name, b in m._buffers.items() if b is not None]
 
     def train(self, inputs: Sequence[Tensor], scale: Tensor | None) -> list[Tensor]:
@@ -146,7 +147,7 @@ class Step:
         before = [module._buffers[name] for module, name in self._buffers]
         copies = [None if b is None else b.clone() for b in before]
         try:
-            with torch._dynamo.config.patch(DYNAMO_SETTINGS):
+            with self._settings:
                 yield
         except BaseException:
             with torch.no_grad():
