@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["DYNAMO_SETTINGS", "with_own_code"]
+import torch
+
+__all__ = ["DYNAMO_SETTINGS", "no_fast_path", "with_own_code"]
 
 DYNAMO_SETTINGS = {
     # a counter attribute would otherwise be compiled for each of its values
@@ -15,6 +18,17 @@ DYNAMO_SETTINGS = {
     "allow_rnn": True,
 }
 """Settings of ``torch._dynamo.config`` while steps run."""
+
+
+@contextlib.contextmanager
+def no_fast_path() -> Iterator[None]:
+    """Keep ``nn.TransformerEncoder`` from its fast path, one operator that ONNX lacks."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ import onnxruntime
 import torch
 from torch import Tensor
 
+from lightning_ort.compiler.dynamo import no_fast_path
 from lightning_ort.compiler.passes import optimize
 from lightning_ort.errors import MismatchError
 from lightning_ort.trainer.description import Description
@@ -48,7 +49,12 @@ def export(
     modes = [(m, m.training) for m in combined.modules()]
     combined.eval()
     try:
-        with warnings.catch_warnings(), _contrib_operators(internal.enable_onnx_contrib_ops), torch.no_grad():
+        with (
+            warnings.catch_warnings(),
+            _contrib_operators(internal.enable_onnx_contrib_ops),
+            no_fast_path(),
+            torch.no_grad(),
+        ):
             warnings.simplefilter("ignore")  # the exporter to these opsets is deprecated, and speaks of constants
             torch.onnx.export(
                 combined,

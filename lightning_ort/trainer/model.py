@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import onnx
 from torch import nn
 
+from lightning_ort.onnx_reader import to_torch
 from lightning_ort.trainer.description import Description
 from lightning_ort.trainer.options import ORTTrainerOptions
 
@@ -40,8 +39,4 @@ def make_module(model: nn.Module | onnx.ModelProto, description: Description, op
         wanted = [entry.name for entry in described]
         if own != wanted:
             raise ValueError(f"The ONNX model has the {kind} {own}, but model_desc describes {wanted}.")
-    if importlib.util.find_spec("lightning_ort.onnx_reader") is None:
-        raise NotImplementedError("Training of an onnx.ModelProto is not available in this version.")
-    from lightning_ort.onnx_reader import to_torch
-
     return to_torch(model)

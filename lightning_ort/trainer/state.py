@@ -18,12 +18,14 @@ __all__ = ["check_state", "load_state", "make_state", "trainer_options", "weight
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name; a tensor that has two names occurs once, under the first."""
+    # a module made from an ONNX model knows the names that its weights have there
+    names = {**getattr(module, "parameter_names", {}), **getattr(module, "buffer_names", {})}
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in module.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor) and id(tensor) not in seen:
             seen.add(id(tensor))
-            found[name] = tensor
+            found[names.get(name, name)] = tensor
     return found
 
 

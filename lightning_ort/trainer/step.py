@@ -12,7 +12,7 @@ import torch._dynamo.config
 from torch import Tensor, nn
 
 from lightning_ort.compiler.backend import ORTBackend
-from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS, with_own_code
+from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS, no_fast_path, with_own_code
 from lightning_ort.trainer.arguments import check_results
 from lightning_ort.trainer.description import Description
 
@@ -147,7 +147,7 @@ class Step:
         before = [module._buffers[name] for module, name in self._buffers]
         copies = [None if b is None else b.clone() for b in before]
         try:
-            with self._settings:
+            with self._settings, no_fast_path():
                 yield
         except BaseException:
             with torch.no_grad():

@@ -84,6 +84,7 @@ class ORTTrainer:
         self._device = choose_device(self.options)
         runtime = runtime_config(self.options, self._device)
         module = make_module(model, self.model_desc, self.options)
+        self._from_onnx = isinstance(model, onnx.ModelProto)
         self._combined = CombinedModule(module, loss_fn, self.model_desc)
         self._combined.to(self._device)
         self._weights = weights_of(module)
@@ -273,6 +274,8 @@ class ORTTrainer:
             Copies: numpy arrays in nested dictionaries (``model/full_precision/<name>``,
             ``optimizer/<name>/Moment_1`` ...), or tensors by name.
         """
+        if pytorch_format and self._from_onnx:
+            return {name: t.detach().clone() for name, t in self._weights.items()}
         if pytorch_format:
             return {name: t.detach().clone() for name, t in self._combined.model.state_dict().items()}
         return make_state(self)
