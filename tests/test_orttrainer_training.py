@@ -13,7 +13,7 @@ from orttrainer_models import ADAM, LAMB, MLP, SGD, batches, cross_entropy, desc
 from torch import nn
 
 from lightning_ort import ORTTrainer, amp, optim
-from lightning_ort.runtime.session import RuntimeConfig
+from lightning_ort.runtime.session import OrtSession
 
 X, LABEL = batches(count=1)[0]
 
@@ -240,7 +240,8 @@ def test_custom_schedule_is_asked_at_every_step():
 def test_many_trainers_in_one_process_stay_in_onnx_runtime(monkeypatch):
     """Each has its own code; otherwise Dynamo's limit of recompilations would send the ninth to torch."""
     sessions = []
-    monkeypatch.setattr(RuntimeConfig, "on_session", lambda self, session, model: sessions.append(session), False)
+    original = OrtSession.__init__
+    monkeypatch.setattr(OrtSession, "__init__", lambda s, *a, **k: (sessions.append(s), original(s, *a, **k))[1])
     model_desc = {"inputs": [("input", ["b", 20]), ("label", ["b"])], "outputs": description()["outputs"]}
     for k in range(10):
         ORTTrainer(nn.Linear(20, 10), model_desc, SGD(), cross_entropy, options()).train_step(X, LABEL)
