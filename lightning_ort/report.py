@@ -40,6 +40,7 @@ class StepReport:
         recompilations: reasons why it was compiled again, one entry each.
         graph_breaks: places where it leaves the graph, without repetition.
         in_torch: what torch executed, without repetition.
+        widened: 16-bit operators that compute in float32, for want of kernels: right, and not faster than float32.
         compile_seconds: wall-clock seconds spent compiling.
     """
 
@@ -49,6 +50,7 @@ class StepReport:
     recompilations: list[str] = dataclasses.field(default_factory=list)
     graph_breaks: list[GraphBreak] = dataclasses.field(default_factory=list)
     in_torch: list[InTorch] = dataclasses.field(default_factory=list)
+    widened: int = 0
     compile_seconds: float = 0.0
 
 
@@ -90,6 +92,11 @@ class Report(Mapping[str, StepReport]):
             details = [f"compiled again: {reason}" for reason in s.recompilations]
             details += [f"graph break: {b.reason}{_at(b.source)}" for b in s.graph_breaks]
             details += [f"in torch: {t.what}: {t.reason}{_at(t.source)}" for t in s.in_torch]
+            if s.widened:
+                details.append(
+                    f"16 bits: {s.widened} operators compute in float32 and round their results, because ONNX Runtime "
+                    "has no 16-bit kernels for them here. That is right, but slower than precision='32-true'."
+                )
             if details:
                 console.print(f"{s.name}:", markup=False, highlight=False)
             for line in details:

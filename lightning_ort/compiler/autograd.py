@@ -105,7 +105,7 @@ class PairStep(torch.autograd.Function):
             tangents.append(gradient)
         found = region.run_backward(ctx.pair, kept, tangents)
         if not ctx.pair.verified:
-            region.check_backward(_kept(ctx), ctx.rng, arrived, found)
+            region.check_backward(_kept(ctx), ctx.rng, arrived, found, ctx.pair.backward.half)
             ctx.pair.verified = True
         region.learn_from(arrived)
         return (None, None, None, *found)

@@ -14,6 +14,7 @@ from lightning_ort.compiler.numbers import is_number
 from lightning_ort.compiler.plan import Fallback, Plan
 from lightning_ort.compiler.sizes import Sizes, UnknownSize
 from lightning_ort.compiler.trace import Traced, Untraceable
+from lightning_ort.compiler.widen import Widening
 from lightning_ort.runtime.session import RuntimeConfig
 
 __all__ = ["Executable"]
@@ -23,7 +24,7 @@ class Executable:
     """Runs a :class:`Traced` graph: draws its random numbers, allocates its results, executes its plan.
 
     Args:
-        traced: the graph.
+        traced: the graph; its 16-bit operators are rewritten.
         config: how sessions are made.
         device: where all tensors live.
         extra: further nodes to give out (values that a backward graph needs).
@@ -39,11 +40,16 @@ class Executable:
         gradients: (input number, position) of the gradients that exist; a position that occurs again, or that is an
             output as well, is marked by ``shared``.
         shared: input numbers whose gradient must be copied before it is handed out.
+        widened: how many 16-bit operators compute in float32.
+        half: the 16-bit types that the graph rounds to.
     """
 
     def __init__(
         self, traced: Traced, config: RuntimeConfig, device: torch.device, extra: Sequence[fx.Node] = ()
     ) -> None:
+        widening = Widening(traced)
+        self.widened, self.half = widening.count, widening.dtypes
+        extra = [widening.result(n) for n in extra]
         inputs = [*traced.inputs, *traced.tangents.values(), *traced.draws]
         tensors = [o for o in traced.outputs if isinstance(o, fx.Node) and not is_number(o)]
         gradients = {i: g for i, g in traced.gradients.items() if isinstance(g, fx.Node)}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lightning_ort.compiler.checking import ForkedRNG, Results, compare, evaluat
 from lightning_ort.compiler.executable import Executable
 from lightning_ort.compiler.layout import OutputLayout
 from lightning_ort.compiler.partition import split
+from lightning_ort.compiler.surroundings import Surroundings
 from lightning_ort.compiler.trace import Derivative, Traced, Untraceable, fake_inputs, trace
 from lightning_ort.errors import MismatchError
 from lightning_ort.runtime.memory import release_free_memory
@@ -72,6 +74,7 @@ class Region:
         self.graph, self.device = graph, device
         self._config, self._verify, self._on_compiled = config, verify, on_compiled
         self._fakes = fake_inputs(graph, example_inputs)
+        self._surroundings = Surroundings.present()
         self._context = TracingContext.get()
         self._layout = OutputLayout(graph)
         self._names = _names(graph)
@@ -122,7 +125,7 @@ class Region:
         self._arranged_as(self._pair.forward)
 
     def _trace(self, derivative: Derivative, differentiated: Sequence[int]) -> Traced:
-        traced = trace(self.graph, self._fakes, derivative, differentiated)
+        traced = trace(self.graph, self._fakes, derivative, differentiated, self._surroundings)
         traced.outputs = [None if i in self._layout.views else o for i, o in enumerate(traced.outputs)]
         self.has_draws = bool(traced.draws)
         return traced
@@ -208,7 +211,7 @@ class Region:
     ) -> list[torch.Tensor]:
         start = ForkedRNG.state(self.device)
         with ForkedRNG(self.device):
-            reference = evaluate(self.graph, args, incoming, self.wanted)
+            reference = evaluate(self.graph, args, incoming, self.wanted, surroundings=self._surroundings)
             end = ForkedRNG.state(self.device)
         release_free_memory()
         results = executable.run(args)
@@ -221,7 +224,8 @@ class Region:
                 {i: results[p] for i, p in executable.gradients},
                 {i: results[p] for i, p in executable.updates},
             )
-            compare(got, reference, self._names, lambda: self._precise(args, incoming, start))
+            precise = functools.partial(self._precise, args, incoming, start)
+            compare(got, reference, self._names, precise, executable.half)
         except MismatchError:
             ForkedRNG(self.device).restore(start)
             raise
@@ -235,24 +239,32 @@ class Region:
         """The same in float64, or ``None`` where the graph does not allow that."""
         with ForkedRNG(self.device, start):
             try:
-                return evaluate(self.graph, args, incoming, self.wanted, dtype=torch.float64)
+                return evaluate(
+                    self.graph, args, incoming, self.wanted, dtype=torch.float64, surroundings=self._surroundings
+                )
             except (RuntimeError, TypeError, ValueError):
                 return None
 
     # a gradient asked for between two regions arrives while Dynamo watches, which must not compile the graph again
     @torch.compiler.disable
     def check_backward(
-        self, args: Sequence[Any], start: Any, incoming: Mapping[int, torch.Tensor], got: Sequence[torch.Tensor | None]
+        self,
+        args: Sequence[Any],
+        start: Any,
+        incoming: Mapping[int, torch.Tensor],
+        got: Sequence[torch.Tensor | None],
+        half: Collection[torch.dtype],
     ) -> None:
-        """Compare the first gradients of a backward graph with torch's."""
+        """Compare the first gradients of a backward graph, which rounds to the types ``half``, with torch's."""
         with ForkedRNG(self.device, start):
-            reference = evaluate(self.graph, args, incoming, self.wanted)
+            reference = evaluate(self.graph, args, incoming, self.wanted, surroundings=self._surroundings)
         found = {i: g for i, g in zip(self.wanted, got, strict=True) if g is not None}
         compare(
             Results({}, found, {}),
             Results({}, reference.gradients, {}),
             self._names,
-            lambda: self._precise(args, incoming, start),
+            functools.partial(self._precise, args, incoming, start),
+            half,
         )
 
     @torch.compiler.disable
@@ -265,7 +277,8 @@ class Region:
             if isinstance(x, torch.Tensor) and not (create_graph and i in self.wanted):
                 local[i] = x.detach().requires_grad_() if i in self.wanted else x.detach().clone()
         with ForkedRNG(self.device, start), torch.enable_grad():
-            outputs = self.graph(*local)
+            with self._surroundings.applied():
+                outputs = self.graph(*local)
             return list(
                 torch.autograd.grad(
                     [outputs[i] for i in incoming],

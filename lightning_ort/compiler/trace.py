@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from lightning_ort.compiler import decompositions
 from lightning_ort.compiler.decompositions.composites import composites
 from lightning_ort.compiler.draws import DRAWS, layout_of
+from lightning_ort.compiler.surroundings import Surroundings, without_autocast
 
 __all__ = ["Derivative", "Traced", "Untraceable", "fake_inputs", "trace"]
 
@@ -88,6 +89,7 @@ def trace(
     fakes: Sequence[Any],
     derivative: Derivative = Derivative.NONE,
     differentiated: Sequence[int] = (),
+    surroundings: Surroundings | None = None,
 ) -> Traced:
     """Trace ``region`` and the gradients of the outputs numbered ``differentiated`` by all inputs that want one.
 
@@ -96,6 +98,7 @@ def trace(
         fakes: its inputs, from :func:`fake_inputs`.
         derivative: ``LOSS`` takes the single output in ``differentiated`` as a scalar loss.
         differentiated: output numbers.
+        surroundings: what ``region`` is computed under; by default the present ones.
 
     Raises:
         Untraceable: a reason why this region is not a functional graph.
@@ -104,6 +107,8 @@ def trace(
     if derivative is Derivative.NONE:
         wanted = []
     tangent_fakes = _tangents(region, differentiated) if derivative is Derivative.TANGENTS else []
+
+    settings = surroundings or Surroundings.present()
 
     def joint(inputs: list[Any], tangents: list[torch.Tensor]) -> Any:
         local: list[Any] = []
@@ -118,13 +123,15 @@ def trace(
                 local.append(x.detach().clone())
         leaves = [local[i] for i in wanted]
         versions = [leaf._version for leaf in leaves]
-        outputs = fx.Interpreter(region).run(*local)
+        with settings.applied():
+            outputs = fx.Interpreter(region).run(*local)
         if [leaf._version for leaf in leaves] != versions:
             raise Untraceable("a tensor that requires a gradient is changed in place")
         gradients: Sequence[Any] = ()
         if wanted:
             roots = [outputs[i] for i in differentiated]
-            gradients = torch.autograd.grad(roots, leaves, tangents or None, allow_unused=True)
+            with without_autocast():
+                gradients = torch.autograd.grad(roots, leaves, tangents or None, allow_unused=True)
         left = [x if i not in wanted else None for i, x in enumerate(local)]
         flat = [*outputs, *gradients, *left]
         return [x.detach() if isinstance(x, torch.Tensor) else x for x in flat]

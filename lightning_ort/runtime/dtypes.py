@@ -21,7 +21,7 @@ ONNX: dict[torch.dtype, ir.DataType] = {
     torch.bool: ir.DataType.BOOL,
 }
 
-NUMPY: dict[torch.dtype, type[np.generic]] = {
+NUMPY: dict[torch.dtype, type[np.generic]] = {  # numpy has no bfloat16
     torch.float32: np.float32,
     torch.float64: np.float64,
     torch.float16: np.float16,
@@ -36,4 +36,4 @@ NUMPY: dict[torch.dtype, type[np.generic]] = {
 
 def is_supported(dtype: torch.dtype) -> bool:
     """Whether tensors of ``dtype`` can be bound to a session."""
-    return dtype in NUMPY
+    return dtype in ONNX

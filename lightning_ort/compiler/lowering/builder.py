@@ -67,7 +67,7 @@ class GraphBuilder:
         """Declare the value of ``node`` to be fed at each run; static sizes are declared, symbolic ones left open."""
         val = node.meta["val"]
         if isinstance(val, torch.Tensor):
-            if val.dtype not in NUMPY:
+            if val.dtype not in ONNX:
                 raise NotLowered(f"{val.dtype} tensors cannot be passed to ONNX Runtime")
             shape = ir.Shape([d if isinstance(d, int) else f"{node.name}_{i}" for i, d in enumerate(val.shape)])
         else:
@@ -79,6 +79,10 @@ class GraphBuilder:
 
     def add_initializer(self, node: fx.Node, tensor: torch.Tensor) -> None:
         """Give ``node`` the constant value ``tensor``."""
+        if tensor.dtype not in NUMPY:  # numpy has no bfloat16; float32 holds its values
+            value = self._initializer(tensor.detach().cpu().float().contiguous().numpy(), f"{node.name}_wide")
+            self._values[node] = self.cast(value, torch.float32, tensor.dtype)
+            return
         self._values[node] = self._initializer(tensor.detach().cpu().contiguous().numpy(), node.name)
 
     def lower(self, node: fx.Node) -> None:

@@ -1,0 +1,143 @@
+"""16-bit arithmetic done in float32 and rounded where torch rounds, for want of 16-bit kernels."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+
+from lightning_ort.compiler.trace import Traced
+
+__all__ = ["Widening"]
+
+aten = torch.ops.aten
+
+_HALF = (torch.float16, torch.bfloat16)
+
+# They read the bits of a number, not its value.
+_BITS = {aten.view.dtype, aten.nextafter.default}
+# Results are entries of the arguments, or their opposites: nothing to be rounded.
+_EXACT = {
+    getattr(packet, overload)
+    for packet in (
+        aten.abs, aten.alias, aten.amax, aten.amin, aten.as_strided, aten.cat, aten.clone, aten.detach, aten.diagonal,
+        aten.embedding, aten.expand, aten.flip, aten.gather, aten.index, aten.index_select, aten.maximum,
+        aten.max_pool2d_with_indices, aten.max_pool3d_with_indices, aten.minimum, aten.neg, aten.permute, aten.relu,
+        aten.repeat, aten.reshape, aten.select, aten.slice, aten.sort, aten.split, aten.split_with_sizes, aten.squeeze,
+        aten.stack, aten.t, aten.topk, aten.transpose, aten.unfold, aten.unsqueeze, aten.view, aten._unsafe_view,
+        aten.zeros_like, aten.ones_like,
+    )
+    for overload in packet.overloads()
+}  # fmt: skip
+
+
+class Widening:
+    """Rewrites ``traced`` so that all of its 16-bit operators compute in float32.
+
+    torch's own 16-bit kernels compute in float32 and round each result; so do these. A 16-bit tensor that enters or
+    leaves the graph stays one.
+
+    Args:
+        traced: the graph, changed in place.
+
+    Attributes:
+        count: how many operators were rewritten.
+        dtypes: the 16-bit types that there were.
+    """
+
+    def __init__(self, traced: Traced) -> None:
+        self.count = 0
+        self._graph = traced.graph
+        self._half = {n: n.meta["val"].dtype for n in self._graph.nodes if _is_half(n.meta.get("val"))}
+        self.dtypes = set(self._half.values())
+        self._narrow: dict[fx.Node, fx.Node] = {}
+        self._wide: dict[fx.Node, fx.Node] = {}
+        self._replaced: dict[fx.Node, fx.Node] = {}
+        self._last_input = [n for n in self._graph.nodes if n.op == "placeholder"][-1:]
+        for node in list(self._graph.nodes):
+            if node.op == "call_function" and _has_half([node, *node.all_input_nodes]):
+                self._rewrite(node)
+        if not self._half:
+            return
+        traced.outputs = [self.result(o) for o in traced.outputs]
+        traced.gradients = {i: self.result(g) for i, g in traced.gradients.items()}
+        traced.updates = {i: self.result(u) for i, u in traced.updates.items()}
+        output = self._graph.output_node()
+        output.args = (fx.node.map_arg(output.args[0], self.result),)
+
+    def result(self, value: Any) -> Any:
+        """What stands for ``value``, a node of the graph as it was (or no node), in the graph as it is."""
+        if not isinstance(value, fx.Node):
+            return value
+        return self._narrow_of(value) if value in self._half else self._replaced.get(value, value)
+
+    def _rewrite(self, node: fx.Node) -> None:
+        if node.target in _BITS:
+            self._map(node, self._narrow_of)
+            self._narrow[node] = node
+            return
+        self._map(node, self._wide_of)
+        if node.target is aten._to_copy.default:
+            (source,) = node.args
+            if node in self._half:
+                self._narrow[node] = node
+            elif node.meta["val"].dtype == source.meta["val"].dtype == torch.float32:
+                self._replaced[node] = source
+            return
+        self.count += node.target is not operator.getitem
+        exact = (node.args[0] if node.target is operator.getitem else node).target in _EXACT
+        node.args, node.kwargs = pytree.tree_map(_wide_type, (node.args, dict(node.kwargs)))
+        node.meta["val"] = pytree.tree_map(_wide_fake, node.meta["val"])
+        if node in self._half and exact:
+            self._wide[node] = node
+
+    def _map(self, node: fx.Node, form: Any) -> None:
+        def mapped(source: fx.Node) -> fx.Node:
+            return form(source) if source in self._half else self._replaced.get(source, source)
+
+        node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), mapped)
+
+    def _narrow_of(self, node: fx.Node) -> fx.Node:
+        """The 16-bit tensor."""
+        if node not in self._narrow:
+            given = node.op in ("placeholder", "get_attr")
+            self._narrow[node] = node if given else self._cast(node, self._half[node], node)
+        return self._narrow[node]
+
+    def _wide_of(self, node: fx.Node) -> fx.Node:
+        """Its values as float32."""
+        if node not in self._wide:
+            narrow = self._narrow_of(node)
+            after = self._last_input[0] if node.op == "placeholder" else narrow
+            self._wide[node] = self._cast(narrow, torch.float32, after)
+        return self._wide[node]
+
+    def _cast(self, node: fx.Node, dtype: torch.dtype, after: fx.Node) -> fx.Node:
+        with self._graph.inserting_after(after):
+            cast = self._graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
+        cast.meta = dict(node.meta)
+        with torch.no_grad():
+            cast.meta["val"] = node.meta["val"].to(dtype)
+        return cast
+
+
+def _has_half(nodes: Iterable[fx.Node]) -> bool:
+    """Whether one of ``nodes`` stands for a 16-bit floating-point tensor, or several results with one among them."""
+    return any(_is_half(v) for n in nodes for v in pytree.tree_leaves(n.meta.get("val")))
+
+
+def _is_half(val: Any) -> bool:
+    return isinstance(val, torch.Tensor) and val.dtype in _HALF
+
+
+def _wide_type(argument: Any) -> Any:
+    return torch.float32 if isinstance(argument, torch.dtype) and argument in _HALF else argument
+
+
+def _wide_fake(val: Any) -> Any:
+    with torch.no_grad():
+        return val.to(torch.float32) if _is_half(val) else val

@@ -1,0 +1,268 @@
+"""16-bit tensors in regions: under autocast and by themselves, against eager under the same settings."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from parity import needs_ort
+from torch import nn
+
+from lightning_ort.compiler.backend import ORTBackend
+from lightning_ort.errors import MismatchError
+
+pytestmark = needs_ort
+
+HALF = [torch.float16, torch.bfloat16]
+EPS = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+def compiled(function: Callable, **options) -> tuple[Callable, list]:
+    fallbacks: list = []
+    return torch.compile(function, backend=ORTBackend(on_fallback=fallbacks.extend, **options)), fallbacks
+
+
+def gradients(function: Callable, leaves: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    leaves = [x.detach().clone().requires_grad_() for x in leaves]
+    loss = function(*leaves)
+    loss.backward()
+    return loss.detach(), [x.grad for x in leaves]
+
+
+def assert_close(got: torch.Tensor, wanted: torch.Tensor, eps: float) -> None:
+    assert got.dtype == wanted.dtype
+    scale = float(wanted.abs().max())
+    torch.testing.assert_close(got, wanted, rtol=2 * eps, atol=eps * scale)
+
+
+def assert_same(function: Callable, leaves: list[torch.Tensor], eps: float, **options) -> None:
+    """Loss, gradients and their types are eager's but for the rounding of 16 bits; all of it ran in ONNX Runtime."""
+    wanted, wanted_gradients = gradients(function, leaves)
+    other, fallbacks = compiled(function, **options)
+    for _ in range(2):  # checked, and not
+        got, got_gradients = gradients(other, leaves)
+        assert_close(got, wanted, eps)
+        for one, two in zip(got_gradients, wanted_gradients, strict=True):
+            assert_close(one, two, 4 * eps)
+    assert not fallbacks
+
+
+def network(x, w, b, v):
+    return F.gelu(F.linear(x, w, b)).matmul(v).square().mean()
+
+
+def operands(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [t.to(dtype) for t in (torch.randn(8, 12), torch.randn(16, 12) / 3, torch.randn(16), torch.randn(16, 3) / 4)]
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_ambient_autocast(dtype):
+    def step(*args):
+        with torch.autocast("cpu", dtype=dtype):
+            return surrounded(*args)
+
+    surrounded, fallbacks = compiled(network)
+    leaves = operands()
+    wanted, expected = gradients(lambda *a: _under(dtype, network, *a), leaves)
+    got, found = gradients(step, leaves)
+    assert_close(got, wanted, EPS[dtype])
+    for one, two in zip(found, expected, strict=True):
+        assert_close(one, two, 4 * EPS[dtype])
+    assert not fallbacks
+
+
+def _under(dtype, function, *args):
+    with torch.autocast("cpu", dtype=dtype):
+        return function(*args)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_autocast_inside_of_the_region(dtype):
+    assert_same(lambda *a: _under(dtype, network, *a), operands(), EPS[dtype])
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_tensors_of_16_bits(dtype):
+    """Inputs, outputs and gradients are bound as they are."""
+    assert_same(network, operands(dtype), EPS[dtype])
+
+
+def test_autocast_is_guarded():
+    """A function called under other settings is compiled for them."""
+    other, _ = compiled(lambda a, b: a @ b)
+    a, b = torch.randn(3, 4), torch.randn(4, 2)
+    assert other(a, b).dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert other(a, b).dtype == torch.bfloat16
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert other(a, b).dtype == torch.float16
+    assert other(a, b).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_rounding_after_each_operator(dtype):
+    """Products and sums are rounded one by one, to the bit."""
+
+    def chain(x, y):
+        return ((x * y + x) / 3 - y) * x
+
+    x, y = torch.randn(2, 500).to(dtype)
+    other, fallbacks = compiled(chain)
+    assert torch.equal(other(x, y), chain(x, y))
+    assert not torch.equal(chain(x.float(), y.float()).to(dtype), chain(x, y)), "one rounding at the end does as well"
+    assert not fallbacks
+
+
+def test_values_beyond_float16():
+    other, _ = compiled(lambda x: x * x, verify=False)
+    x = torch.tensor([300.0, -300.0, 2.0, float("nan")], dtype=torch.float16)
+    torch.testing.assert_close(other(x), x * x, equal_nan=True, rtol=0, atol=0)
+
+
+class Small(nn.Module):
+    """Operators that autocast keeps in float32 beside those it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)
+        self.ln, self.head = nn.LayerNorm(4), nn.Linear(4, 3)
+
+    def forward(self, x, y):
+        h = F.max_pool2d(F.relu(self.norm(self.conv(x))), 2)
+        h = self.ln(F.dropout(h.mean((2, 3)), 0.2, self.training))
+        return F.cross_entropy(self.head(h), y)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_module_with_buffers_and_dropout(dtype):
+    module = Small()
+    twin = copy.deepcopy(module)
+    x, y = torch.randn(6, 2, 8, 8), torch.randint(0, 3, (6,))
+    other, fallbacks = compiled(lambda x, y: twin(x, y))
+    for seed in range(3):
+        torch.manual_seed(seed)
+        loss = _under(dtype, module, x, y)
+        torch.manual_seed(seed)
+        got = _under(dtype, other, x, y)
+        assert_close(got.detach(), loss.detach(), EPS[dtype])
+        loss.backward()
+        got.backward()
+    for (name, p), q in zip(module.named_parameters(), twin.parameters(), strict=True):
+        if name != "conv.bias":  # zero but for rounding
+            assert_close(q.grad, p.grad, 8 * EPS[dtype])
+    for b, c in zip(module.buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(c, b, rtol=1e-2, atol=1e-3)
+    assert not fallbacks
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_gradients_at_several_outputs(dtype):
+    """The backward graph, compiled when the autocast is over, still belongs to the forward one."""
+    pair, fallbacks = compiled(lambda x, w: (F.linear(x, w).relu(), F.linear(x, w).sigmoid()))
+
+    def step(x, w, function):
+        with torch.autocast("cpu", dtype=dtype):
+            a, b = function(x, w)
+        return a.float().square().mean() + b.float().sum()
+
+    leaves = operands()[:2]
+    wanted = gradients(lambda x, w: step(x, w, lambda x, w: (F.linear(x, w).relu(), F.linear(x, w).sigmoid())), leaves)
+    got = gradients(lambda x, w: step(x, w, pair), leaves)
+    assert_close(got[0], wanted[0], EPS[dtype])
+    for one, two in zip(got[1], wanted[1], strict=True):
+        assert_close(one, two, 4 * EPS[dtype])
+    assert not fallbacks
+
+
+def test_own_conversions_do_not_spoil_the_exact_result():
+    """Where rounding decides much, the check computes in float64 what the region computes in its own types."""
+
+    def cancels(x, w):
+        big = (x.bfloat16() @ w.bfloat16()).float()
+        return (big - big.mean() + x.to(torch.float16).float().sum()).relu().std()
+
+    assert_same(cancels, [torch.randn(32, 32), torch.randn(32, 32)], EPS[torch.bfloat16])
+
+
+def test_any_batch_size():
+    """The second size compiles for all sizes."""
+    other, fallbacks = compiled(lambda x, w, b, v: _under(torch.bfloat16, network, x, w, b, v))
+    for n in (8, 5, 11):
+        leaves = [torch.randn(n, 12), *operands()[1:]]
+        wanted, got = (gradients(f, leaves) for f in (lambda *a: _under(torch.bfloat16, network, *a), other))
+        for one, two in zip([got[0], *got[1]], [wanted[0], *wanted[1]], strict=True):
+            assert_close(one, two, 4 * EPS[torch.bfloat16])
+    assert not fallbacks
+
+
+def test_operators_that_stay_in_torch():
+    """Their arguments are the widened values, whatever runs before and after them."""
+
+    def step(x, w):
+        h = F.linear(x, w).float()
+        return (torch.fft.rfft(h).abs() * F.linear(x, w)[:, :9]).mean()
+
+    other, fallbacks = compiled(step)
+    leaves = [torch.randn(8, 12), torch.randn(16, 12)]
+    wanted = gradients(lambda *a: _under(torch.bfloat16, step, *a), leaves)
+    got = gradients(lambda *a: _under(torch.bfloat16, other, *a), leaves)
+    assert_close(got[0], wanted[0], 4 * EPS[torch.bfloat16])
+    for one, two in zip(got[1], wanted[1], strict=True):
+        assert_close(one, two, 4 * EPS[torch.bfloat16])
+    assert any("fft" in f.operator for f in fallbacks)
+
+
+def test_how_many_operators_were_widened():
+    counts = []
+    other = torch.compile(network, backend=ORTBackend(on_graph=lambda executable: counts.append(executable.widened)))
+    other(*operands())
+    _under(torch.bfloat16, other, *operands())
+    assert counts[0] == 0
+    assert counts[1] >= 2
+
+
+def test_zero_gradients_excuse_no_other(monkeypatch):
+    """The key bias of attention has a gradient of pure noise; beside it, one that is off by a fifth is found."""
+    from lightning_ort.compiler.lowering import LOWERINGS
+
+    right = LOWERINGS[torch.ops.aten.tanh.default]
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    nn.init.normal_(attention.in_proj_bias)
+
+    def step(x, w):
+        return (attention(x, x, x, need_weights=False)[0].tanh() @ w).square().mean()
+
+    def wrong(g, node, x):
+        return g.op("Mul", right(g, node, x), g.constant(1.2, torch.float32))
+
+    leaves = [torch.randn(4, 6, 8), torch.randn(8, 3)]
+    good, _ = compiled(step)
+    gradients(lambda *a: _under(torch.bfloat16, good, *a), leaves)
+    torch._dynamo.reset()
+    monkeypatch.setitem(LOWERINGS, torch.ops.aten.tanh.default, wrong)
+    bad, _ = compiled(step)
+    with pytest.raises(MismatchError):
+        gradients(lambda *a: _under(torch.bfloat16, bad, *a), leaves)
+
+
+def test_the_check_finds_a_wrong_result_in_16_bits(monkeypatch):
+    """Its tolerance is no blank cheque: an operator that is off by a tenth is found."""
+    from lightning_ort.compiler.lowering import LOWERINGS
+
+    def wrong(g, node, x):
+        return g.op("Mul", g.op("Tanh", g.value(x)), g.constant(1.1, torch.float32))
+
+    monkeypatch.setitem(LOWERINGS, torch.ops.aten.tanh.default, wrong)
+    other, _ = compiled(lambda x, w: F.linear(x, w).tanh().sum())
+    x, w = torch.randn(8, 8), torch.randn(8, 8, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(MismatchError):
+        other(x, w)
