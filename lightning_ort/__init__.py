@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_ort._version import __version__
@@ -9,16 +12,38 @@ from lightning_ort.errors import CompilationError, MismatchError, ProviderError,
 from lightning_ort.report import Report, StepReport
 from lightning_ort.strategy import ORTStrategy
 
+if TYPE_CHECKING:
+    from lightning_ort import amp, optim
+    from lightning_ort.trainer import ORTTrainer, ORTTrainerOptions, TrainStepInfo
+
 __all__ = [
     "CompilationError",
     "MismatchError",
     "ORTStrategy",
+    "ORTTrainer",
+    "ORTTrainerOptions",
     "ProviderError",
     "Report",
     "StepReport",
+    "TrainStepInfo",
     "UnsupportedError",
     "__version__",
+    "amp",
+    "optim",
 ]
+
+# not needed by the strategy, and imported when they are asked for
+_MODULES = {"amp": "lightning_ort.amp", "optim": "lightning_ort.optim"}
+_CLASSES = dict.fromkeys(("ORTTrainer", "ORTTrainerOptions", "TrainStepInfo"), "lightning_ort.trainer")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
+    if name in _CLASSES:
+        return getattr(importlib.import_module(_CLASSES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 if ORTStrategy.strategy_name not in StrategyRegistry:
     ORTStrategy.register_strategies(StrategyRegistry)

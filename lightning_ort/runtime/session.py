@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import onnxruntime
@@ -34,11 +34,13 @@ class RuntimeConfig:
         provider_options: one mapping per provider, or a mapping from provider name to options.
         session_options: an ``onnxruntime.SessionOptions``, or a mapping from its attribute names (such as
             ``intra_op_num_threads``) and configuration keys (such as ``session.intra_op.allow_spinning``) to values.
+        on_session: called with each session and its serialized model, for debugging.
     """
 
     providers: Sequence[str] | None = None
     provider_options: Sequence[Mapping[str, Any]] | Mapping[str, Mapping[str, Any]] | None = None
     session_options: onnxruntime.SessionOptions | Mapping[str, Any] | None = None
+    on_session: Callable[[OrtSession, bytes], None] | None = None
 
     def make_session_options(self, *, threads: int | None = None) -> onnxruntime.SessionOptions:
         """Defaults of this package, overridden by what the user set.
@@ -122,6 +124,8 @@ class OrtSession:
         self._inputs = [i.name for i in self._session.get_inputs()]
         self._outputs = [o.name for o in self._session.get_outputs()]
         self._bindings: dict[int, _Binding] = {}
+        if config.on_session is not None:
+            config.on_session(self, model)
 
     def run(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         """Compute ``outputs`` from ``inputs``, both in the order of the graph; outputs must be contiguous."""
@@ -148,6 +152,20 @@ class OrtSession:
                 self._bind(binding.io.bind_output, self._outputs[i], tensor)
                 bound[i] = place
         self._session.run_with_iobinding(binding.io)
+
+    @property
+    def has_run(self) -> bool:
+        """Whether it has run at all."""
+        return bool(self._bindings)
+
+    def addresses(self) -> dict[str, int]:
+        """Name of each input and output to where it was in the last run that bound other memory."""
+        *_, binding = self._bindings.values()
+        return {
+            name: place[0]
+            for names, places in ((self._inputs, binding.inputs), (self._outputs, binding.outputs))
+            for name, place in zip(names, places, strict=True)
+        }
 
     def _bind(self, bind: Any, name: str, tensor: torch.Tensor) -> None:
         element = NUMPY.get(tensor.dtype)

@@ -1,0 +1,148 @@
+"""Checkpoint files: HDF5 in the layout of ONNX Runtime's ORTTrainer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import h5py
+import numpy as np
+
+from lightning_ort.trainer.aggregation import aggregate
+from lightning_ort.trainer.user_dict import decode, encode
+
+__all__ = ["read", "read_all", "write"]
+
+
+def write(path: str | os.PathLike[str] | IO[bytes], state: Mapping[str, Any], user_dict: Mapping[str, Any]) -> None:
+    """Write ``state`` and ``user_dict``; the file appears under its name when it is complete.
+
+    Args:
+        path: a file that does not exist, or an open binary file.
+        state: nested dictionaries of arrays, numbers, bools and strings.
+        user_dict: see :func:`~lightning_ort.trainer.user_dict.encode`.
+
+    Raises:
+        FileExistsError: there is a file of that name.
+        FileNotFoundError: its folder does not exist.
+        TypeError: ``user_dict`` holds something that cannot be stored.
+    """
+    text = encode(user_dict)
+    if not isinstance(path, (str, os.PathLike)):
+        with h5py.File(path, "w") as file:
+            _write_group(file, {**state, "user_dict": text})
+        return
+    target = Path(path)
+    if target.exists():
+        raise FileExistsError(f"{target} exists. Choose another name, or remove the file.")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"The folder of {target} does not exist.")
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w+b") as stream:
+            with h5py.File(stream, "w") as file:
+                _write_group(file, {**state, "user_dict": text})
+            stream.flush()
+            os.fsync(stream.fileno())
+        _publish(temporary, target)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+def _publish(temporary: str, target: Path) -> None:
+    """Give the file its name, unless somebody else has taken that in the meantime."""
+    os.chmod(temporary, 0o666 & ~_umask())
+    try:
+        os.link(temporary, target)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        if target.exists():
+            raise FileExistsError(f"{target} exists. Choose another name, or remove the file.") from None
+        os.rename(temporary, target)
+
+
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
+def _write_group(group: Any, values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            _write_group(group.create_group(key), value)
+        else:
+            group.create_dataset(key, data=value)
+
+
+def read(path: str | os.PathLike[str] | IO[bytes], *, allow_pickle: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """State and user's dictionary of a file.
+
+    Args:
+        path: the file, or an open binary file.
+        allow_pickle: accept a user's dictionary that was pickled, as ONNX Runtime did. Unpickling a file executes
+            whatever its author put into it.
+
+    Raises:
+        ValueError: no HDF5 file, or one whose user's dictionary is pickled and ``allow_pickle`` is not set.
+        KeyError: it lacks what every checkpoint has.
+        OSError: the file is damaged.
+    """
+    with _opened(path) as file:
+        if "trainer_options" not in file:
+            raise KeyError(f"{path} holds no 'trainer_options', as every checkpoint of an ORTTrainer does.")
+        values = _read_group(file)
+    text = values.pop("user_dict", None)
+    user_dict = {} if text is None else decode(text, f"the user_dict of {path}", allow_pickle=allow_pickle)
+    return values, user_dict
+
+
+def read_all(paths: Sequence[Any], *, allow_pickle: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """State and user's dictionary of all files of one checkpoint.
+
+    A training on several devices with ZeRO wrote one file per device, each with the whole weights or with a part of
+    them as one row; the others have what the first has.
+
+    Raises:
+        IndexError: no file is named.
+        AssertionError: there are more or fewer files than the checkpoint consists of, or they do not belong together.
+    """
+    if not paths:
+        raise IndexError("load_checkpoint() needs the path of at least one file.")
+    parts = [read(path, allow_pickle=allow_pickle) for path in paths]
+    options = [state["trainer_options"] for state, _ in parts]
+    expected = int(options[0]["world_size"]) if int(options[0]["zero_stage"]) > 0 else 1
+    if len(paths) != expected:
+        raise AssertionError(f"Expected number of files to load: {expected}, got {len(paths)}")
+    if expected == 1:
+        return parts[0]
+    return aggregate([state for state, _ in parts]), parts[0][1]
+
+
+@contextlib.contextmanager
+def _opened(path: Any) -> Iterator[Any]:
+    if isinstance(path, (str, os.PathLike)) and not h5py.is_hdf5(path):
+        raise ValueError(f"{path} is not an hdf5 file or a python file-like object.")
+    with h5py.File(path, "r") as file:
+        yield file
+
+
+def _read_group(group: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, item in group.items():
+        if isinstance(item, h5py.Group):
+            found[key] = _read_group(item)
+            continue
+        value = item[()]
+        if isinstance(value, bytes):
+            value = value.decode()
+        elif isinstance(value, np.generic) and np.ndim(value) == 0:
+            value = value.item()
+        found[key] = value
+    return found

@@ -1,0 +1,128 @@
+"""Graphs of the first training step, written to files for debugging."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import onnx
+import onnxruntime
+from torch import Tensor, nn
+
+from lightning_ort.runtime.session import OrtSession, RuntimeConfig
+from lightning_ort.trainer.description import Description
+from lightning_ort.trainer.export import inferred, save
+from lightning_ort.trainer.merging import with_updates
+
+if TYPE_CHECKING:
+    from lightning_ort.trainer.optimizer import Optimizer
+    from lightning_ort.trainer.options import ORTTrainerOptions
+
+__all__ = ["GraphFiles"]
+
+
+class GraphFiles:
+    """Writes what ``debug.graph_save_paths`` asks for, at the first training step.
+
+    The graphs of the engine name their values after TorchDynamo's variables. They are written under the names of
+    the weights, inputs and outputs, which are found by their addresses.
+
+    Args:
+        options: of the trainer.
+    """
+
+    def __init__(self, options: ORTTrainerOptions) -> None:
+        self._paths = options.debug.graph_save_paths
+        self._infer = options.utils.run_symbolic_shape_infer
+        self._sessions: list[tuple[OrtSession, bytes]] = []
+        self.pending = any(vars(self._paths).values())
+
+    def watched(self, config: RuntimeConfig) -> RuntimeConfig:
+        """``config`` whose sessions are seen here."""
+        if not self.pending:
+            return config
+        return dataclasses.replace(config, on_session=lambda session, model: self._sessions.append((session, model)))
+
+    def write(
+        self,
+        description: Description,
+        inputs: Sequence[Tensor],
+        results: Sequence[Tensor],
+        weights: Mapping[str, Tensor],
+        optimizer: Optimizer,
+        forward: onnx.ModelProto | None,
+    ) -> None:
+        """Write all files.
+
+        Args:
+            description: names of inputs and outputs.
+            inputs: of the step that has just run.
+            results: its outputs.
+            weights: name to parameter or buffer; the gradients are still in ``grad``.
+            optimizer: that will update the weights.
+            forward: the model with its loss, if its path is set.
+        """
+        self.pending = False
+        names = {t.data_ptr(): name for name, t in weights.items() if t.numel()}
+        names |= {x.data_ptr(): e.name for e, x in zip(description.inputs, inputs, strict=True) if x.numel()}
+        names |= {y.data_ptr(): e.name for e, y in zip(description.outputs, results, strict=True) if y.numel()}
+        gradients = {n: p.grad for n, p in weights.items() if isinstance(p, nn.Parameter) and p.grad is not None}
+        names |= {g.data_ptr(): f"{name}_grad" for name, g in gradients.items() if g.numel()}
+        ranks = {e.name: y.dim() for e, y in zip(description.outputs, results, strict=True)}
+        ranks |= {f"{name}_grad": g.dim() for name, g in gradients.items()}
+        models = [
+            _renamed(model, session.addresses(), names, ranks) for session, model in self._sessions if session.has_run
+        ]
+        self._sessions.clear()
+        paths = self._paths
+        if forward is not None and paths.model_after_graph_transforms_path:
+            save(forward, paths.model_after_graph_transforms_path)
+        for number, model in enumerate(models):
+            if paths.model_with_gradient_graph_path:
+                save(self._shaped(model), _numbered(paths.model_with_gradient_graph_path, number))
+            if not (paths.model_with_training_graph_path or paths.model_with_training_graph_after_optimization_path):
+                continue
+            # where the step is cut into several graphs, each goes with the updates of its own gradients
+            training = with_updates(model, optimizer, gradients)
+            if paths.model_with_training_graph_path:
+                save(self._shaped(training), _numbered(paths.model_with_training_graph_path, number))
+            if paths.model_with_training_graph_after_optimization_path:
+                path = _numbered(paths.model_with_training_graph_after_optimization_path, number)
+                options = onnxruntime.SessionOptions()
+                options.log_severity_level = 3
+                options.optimized_model_filepath = str(path)
+                onnxruntime.InferenceSession(training.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+    def _shaped(self, model: onnx.ModelProto) -> onnx.ModelProto:
+        return inferred(model) if self._infer else model
+
+
+def _numbered(path: str, number: int) -> Path:
+    """``path`` for the first graph of a step, and with a number for the others."""
+    plain = Path(path)
+    return plain if number == 0 else plain.with_name(f"{plain.stem}.{number}{plain.suffix}")
+
+
+def _renamed(
+    serialized: bytes, addresses: Mapping[str, int], names: Mapping[int, str], ranks: Mapping[str, int]
+) -> onnx.ModelProto:
+    model = onnx.load_from_string(serialized)
+    graph = model.graph
+    new: dict[str, str] = {}
+    for value in [*graph.input, *graph.output]:
+        name = names.get(addresses.get(value.name, 0))
+        if name is not None and name not in new.values():
+            new[value.name] = name
+    for value in [*graph.input, *graph.output]:
+        value.name = new.get(value.name, value.name)
+    for value in graph.output:
+        if not value.type.tensor_type.HasField("shape"):
+            value.type.tensor_type.shape.SetInParent()
+            for _ in range(ranks.get(value.name, 0)):
+                value.type.tensor_type.shape.dim.add()
+    for node in graph.node:
+        for values in (node.input, node.output):
+            values[:] = [new.get(name, name) for name in values]
+    return model

@@ -1,0 +1,91 @@
+"""Where an ORTTrainer computes, and with which sessions."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import onnxruntime
+import torch
+
+from lightning_ort.errors import ProviderError
+from lightning_ort.runtime.providers import check_available
+from lightning_ort.runtime.session import RuntimeConfig
+from lightning_ort.trainer.options import ORTTrainerOptions
+
+__all__ = ["choose_device", "runtime_config"]
+
+_NATIVE = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+
+
+def choose_device(options: ORTTrainerOptions) -> torch.device:
+    """The device that ``device.id`` names; its default, ``"cuda"``, becomes the CPU where there is no such device.
+
+    Raises:
+        ValueError: torch knows no such device, or ONNX Runtime cannot reach it.
+        ProviderError: it is not to be had on this machine.
+    """
+    name = options.device.id
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"options['device.id'] = {name!r} is no device. Use 'cpu', 'cuda' or 'cuda:0'.") from None
+    if device.type not in _NATIVE:
+        raise ValueError(f"options['device.id'] = {name!r}: ONNX Runtime reaches 'cpu' and 'cuda' devices only.")
+    if device.type == "cpu":
+        return device
+    reason = None
+    if not torch.cuda.is_available():
+        reason = "torch sees no CUDA device"
+    elif _NATIVE["cuda"] not in onnxruntime.get_available_providers():
+        reason = "this ONNX Runtime is built without CUDA"
+    if reason is None:
+        return device
+    if options._was_given("device.id"):
+        raise ProviderError(f"options['device.id'] = {name!r}, but {reason}. Use 'cpu'.")
+    warnings.warn(
+        f"device.id is 'cuda' by default, but {reason}: training on the CPU. Give device.id='cpu' to say so.",
+        UserWarning,
+        stacklevel=4,
+    )
+    return torch.device("cpu")
+
+
+def runtime_config(options: ORTTrainerOptions, device: torch.device) -> RuntimeConfig:
+    """Providers and session options as the options ask.
+
+    Raises:
+        ValueError: ``device.mem_limit`` on the CPU, where ONNX Runtime has no limit.
+        ProviderError: a provider that this ONNX Runtime lacks.
+    """
+    native = _NATIVE[device.type]
+    providers = {name: dict(values) for name, values in options.provider_options.items()}
+    providers.setdefault(native, {})
+    efficient = options.utils.memory_efficient_gradient
+    if device.type == "cuda":
+        if options.device.mem_limit:
+            providers[native]["gpu_mem_limit"] = str(options.device.mem_limit)
+        if efficient:
+            providers[native]["arena_extend_strategy"] = "kSameAsRequested"
+    elif options.device.mem_limit:
+        raise ValueError(
+            f"options['device.mem_limit'] = {options.device.mem_limit}: ONNX Runtime has a limit for CUDA devices "
+            "only. Leave it out on the CPU."
+        )
+    check_available(list(providers), providers)
+    return RuntimeConfig(list(providers), providers, _session_options(options))
+
+
+def _session_options(options: ORTTrainerOptions) -> Any:
+    wanted: dict[str, Any] = {}
+    if options.debug.deterministic_compute:
+        wanted["use_deterministic_compute"] = True
+    if options.utils.memory_efficient_gradient:
+        # memory of activations goes back to the system after each run, and is not kept for the next
+        wanted["enable_cpu_mem_arena"] = False
+    given = options.session_options
+    if given is None:
+        return wanted
+    for name, value in wanted.items():
+        setattr(given, name, value)
+    return given

@@ -1,0 +1,133 @@
+"""The model with its loss as an ONNX file."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import torch
+from torch import Tensor
+
+from lightning_ort.compiler.dynamo import no_fast_path
+from lightning_ort.compiler.passes import optimize
+from lightning_ort.errors import MismatchError
+from lightning_ort.trainer.description import Description
+from lightning_ort.trainer.options import ORTTrainerOptions
+from lightning_ort.trainer.step import CombinedModule
+
+__all__ = ["check_export", "export", "inferred", "save"]
+
+
+def export(
+    combined: CombinedModule, description: Description, inputs: Sequence[Tensor], options: ORTTrainerOptions
+) -> onnx.ModelProto:
+    """The model in evaluation mode, from all described inputs to all described outputs, with the present weights.
+
+    Args:
+        combined: model and loss.
+        description: names of inputs and outputs; sizes that have a name there are left open.
+        inputs: an example.
+        options: ``_internal_use`` tells the opset, whether contrib operators may occur, and whether the graph is
+            cleaned; ``utils.run_symbolic_shape_infer`` writes the shapes of all values.
+    """
+    internal = options._internal_use
+    names = [entry.name for entry in description.inputs]
+    axes = {
+        entry.name: {i: size for i, size in enumerate(entry.shape) if isinstance(size, str)}
+        for entry in [*description.inputs, *description.outputs]
+    }
+    buffer = io.BytesIO()
+    modes = [(m, m.training) for m in combined.modules()]
+    combined.eval()
+    try:
+        with (
+            warnings.catch_warnings(),
+            _contrib_operators(internal.enable_onnx_contrib_ops),
+            no_fast_path(),
+            torch.no_grad(),
+        ):
+            warnings.simplefilter("ignore")  # the exporter to these opsets is deprecated, and speaks of constants
+            torch.onnx.export(
+                combined,
+                tuple(inputs),
+                buffer,  # type: ignore[arg-type]  # a stream is taken by this exporter
+                dynamo=False,
+                opset_version=internal.onnx_opset_version,
+                input_names=names,
+                output_names=description.output_names(),
+                dynamic_axes={name: sizes for name, sizes in axes.items() if sizes},
+                do_constant_folding=False,
+            )
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    model = ir.from_proto(onnx.load_from_string(buffer.getvalue()))
+    if internal.enable_internal_postprocess:
+        model = optimize(model)
+    for name, value in list(model.graph.initializers.items()):
+        if name.startswith("model."):
+            value.name = name.removeprefix("model.")
+    proto = ir.to_proto(model)
+    return inferred(proto) if options.utils.run_symbolic_shape_infer else proto
+
+
+@contextlib.contextmanager
+def _contrib_operators(enabled: bool) -> Iterator[None]:
+    """Let the exporter write ONNX Runtime's own operators."""
+    if not enabled:
+        yield
+        return
+    from onnxruntime.tools import pytorch_export_contrib_ops
+
+    pytorch_export_contrib_ops.register()
+    try:
+        yield
+    finally:
+        pytorch_export_contrib_ops.unregister()
+
+
+def inferred(model: onnx.ModelProto) -> onnx.ModelProto:
+    """``model`` with the shapes of its values, as ONNX Runtime's symbolic shape inference finds them."""
+    from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
+
+    return SymbolicShapeInference.infer_shapes(model, auto_merge=True, guess_output_rank=False)
+
+
+def save(model: onnx.ModelProto, path: str | os.PathLike[str]) -> None:
+    """Write a file that is complete when it appears."""
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.tmp")
+    try:
+        onnx.save(model, temporary)
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def check_export(
+    model: onnx.ModelProto, inputs: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 1e-3
+) -> None:
+    """Run ``model`` and compare its outputs.
+
+    Raises:
+        MismatchError: names the first output that differs by more than the share ``tolerance`` of its largest entry.
+    """
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    known = {i.name for i in session.get_inputs()}
+    feed: dict[str, Any] = {name: x.detach().cpu().numpy() for name, x in inputs.items() if name in known}
+    for name, got in zip(expected, session.run(list(expected), feed), strict=True):
+        wanted = expected[name].detach().cpu().numpy()
+        off = float(np.max(np.abs(got - wanted))) if wanted.size else 0.0
+        if not off <= tolerance * max(float(np.max(np.abs(wanted))) if wanted.size else 0.0, 1.0):
+            raise MismatchError(
+                f"check_model_export: output {name!r} of the exported ONNX model is off by {off:.3g} from the module's."
+            )

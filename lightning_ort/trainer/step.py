@@ -1,0 +1,189 @@
+"""A model with its loss as one compiled step."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo.config
+from torch import Tensor, nn
+
+from lightning_ort.compiler.backend import ORTBackend
+from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS, no_fast_path, with_own_code
+from lightning_ort.trainer.arguments import check_results
+from lightning_ort.trainer.description import Description
+
+__all__ = ["CombinedModule", "Step"]
+
+
+class CombinedModule(nn.Module):
+    """A model and a loss function as one module, from all described inputs to all described outputs.
+
+    Args:
+        model: gets the inputs by name if its ``forward`` has arguments of all those names, otherwise in order.
+        loss_fn: gets what the model returned and the label, which is the one input that is no argument of
+            ``forward``, or else the last. Its result becomes the first output. ``None`` if the model returns the loss.
+        description: of the inputs and outputs.
+
+    Raises:
+        ValueError: with ``loss_fn``, the loss is not described as the first output.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Tensor] | None, description: Description) -> None:
+        super().__init__()
+        self.model, self.loss_fn = model, loss_fn
+        names = [entry.name for entry in description.inputs]
+        arguments = _arguments(model)
+        label = None
+        if loss_fn is not None:
+            if description.loss not in (None, 0):
+                raise ValueError(
+                    "With loss_fn the loss is the first output, but model_desc marks "
+                    f"{description.outputs[description.loss or 0].name!r}, which is not the first."
+                )
+            others = [i for i, name in enumerate(names) if name not in arguments]
+            label = others[0] if len(others) == 1 else len(names) - 1
+        self._label = label
+        self._order = [i for i in range(len(names)) if i != label]
+        by_name = all(names[i] in arguments for i in self._order)
+        self._names = [names[i] for i in self._order] if by_name else None
+
+    def forward(self, *inputs: Tensor) -> list[Any]:
+        """All outputs in the order of the description."""
+        mine = [inputs[i] for i in self._order]
+        if self._names is None:
+            prediction = self.model(*mine)
+        else:
+            prediction = self.model(**dict(zip(self._names, mine, strict=True)))
+        results = _flat(prediction)
+        if self.loss_fn is None or self._label is None:
+            return results
+        return [self.loss_fn(prediction, inputs[self._label]), *results]
+
+
+def _arguments(model: nn.Module) -> set[str]:
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {p.name for p in inspect.signature(model.forward).parameters.values() if p.kind in kinds}
+
+
+def _flat(prediction: Any) -> list[Any]:
+    if isinstance(prediction, Mapping):
+        prediction = tuple(prediction.values())
+    if isinstance(prediction, (tuple, list)):
+        return [result for part in prediction for result in _flat(part)]
+    return [prediction]
+
+
+class Step:
+    """Runs :class:`CombinedModule` through ONNX Runtime, with or without gradients.
+
+    A call that fails leaves buffers, gradients and training modes as they were.
+
+    Args:
+        combined: the module.
+        description: of its inputs and outputs.
+        backend: where its graphs go.
+        half: compute in float16 where ``torch.autocast`` does.
+    """
+
+    def __init__(
+        self, combined: CombinedModule, description: Description, backend: ORTBackend, *, half: torch.dtype | None
+    ) -> None:
+        self._combined, self._description = combined, description
+        self._half = half
+        self._train = torch.compile(with_own_code(_step_function(combined, description.loss, half)), backend=backend)
+        self._eval = torch.compile(with_own_code(_step_function(combined, None, half)), backend=backend)
+        self._eager = _step_function(combined, None, half)
+        self._settings = torch._dynamo.config.patch(DYNAMO_SETTINGS)  # making it takes longer than entering it
+        self._buffers = [(m, name) for m in combined.modules() for name, b in m._buffers.items() if b is not None]
+
+    def train(self, inputs: Sequence[Tensor], scale: Tensor | None) -> list[Tensor]:
+        """All outputs; gradients of the loss times ``scale`` are added to ``grad`` of the parameters."""
+        loss = self._description.loss
+        assert loss is not None
+        with self._unharmed(training=True), torch.enable_grad():
+            objective, results = self._train(scale, *inputs)
+            check_results(self._description, results)
+            if not (isinstance(objective, Tensor) and objective.requires_grad):
+                raise RuntimeError(
+                    f"The loss {self._description.outputs[loss].name!r} depends on no weight that is trained."
+                )
+            objective.backward()
+        results[loss] = results[loss].detach()
+        return results
+
+    def eval(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """All outputs, without gradients and in evaluation mode."""
+        with self._unharmed(training=False), torch.no_grad():
+            _, results = self._eval(None, *inputs)
+            check_results(self._description, results)
+        return results
+
+    def explain(self, inputs: Sequence[Tensor], *, training: bool) -> str:
+        """What torch says about inputs on which ONNX Runtime failed; an empty string if it says nothing."""
+        state = torch.get_rng_state()
+        try:
+            with self._unharmed(training=training), torch.no_grad():
+                self._eager(None, *inputs)
+                raise _NothingWrong
+        except _NothingWrong:
+            return ""
+        except Exception as error:
+            return str(error)
+        finally:
+            torch.set_rng_state(state)
+
+    @contextlib.contextmanager
+    def _unharmed(self, *, training: bool) -> Iterator[None]:
+        """Put the module into that mode for a while; put buffers back if the call fails."""
+        combined = self._combined
+        modes = None
+        if combined.model.training != training:
+            modes = [(m, m.training) for m in combined.modules()]
+            combined.train(training)
+        before = [module._buffers[name] for module, name in self._buffers]
+        copies = [None if b is None else b.clone() for b in before]
+        try:
+            with self._settings, no_fast_path():
+                yield
+        except BaseException:
+            with torch.no_grad():
+                for (module, name), buffer, copy in zip(self._buffers, before, copies, strict=True):
+                    module._buffers[name] = buffer
+                    if buffer is not None and copy is not None:
+                        buffer.copy_(copy)
+            raise
+        finally:
+            if modes is not None:
+                for module, mode in modes:
+                    module.training = mode
+
+
+class _NothingWrong(Exception):
+    pass
+
+
+def _step_function(
+    combined: CombinedModule, loss: int | None, half: torch.dtype | None
+) -> Callable[..., tuple[Tensor | None, list[Any]]]:
+    def step(scale: Tensor | None, *inputs: Tensor) -> tuple[Tensor | None, list[Any]]:
+        if half is None:
+            results = combined(*inputs)
+        else:
+            with torch.autocast(inputs[0].device.type, half):
+                results = combined(*inputs)
+        objective = None
+        if loss is not None and loss < len(results):
+            objective = results[loss]
+            if scale is not None:
+                objective = objective.float() * scale
+        # one output alone has a gradient, the objective, so that it is computed in the same run
+        return objective, [
+            r.detach() if isinstance(r, Tensor) and not (i == loss and scale is None) else r
+            for i, r in enumerate(results)
+        ]
+
+    return step

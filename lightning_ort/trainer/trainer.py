@@ -1,0 +1,370 @@
+"""Training of a PyTorch module in ONNX Runtime, by the interface of ``onnxruntime.training.ORTTrainer``."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Any
+
+import onnx
+import torch
+from torch import Tensor, nn
+
+from lightning_ort.amp import DynamicLossScaler, LossScaler
+from lightning_ort.compiler.backend import ORTBackend
+from lightning_ort.compiler.plan import Fallback
+from lightning_ort.environment import require_onnxruntime
+from lightning_ort.errors import CompilationError
+from lightning_ort.optim.config import _OptimizerConfig
+from lightning_ort.trainer import checkpoint
+from lightning_ort.trainer.arguments import gather, summary
+from lightning_ort.trainer.debug import GraphFiles
+from lightning_ort.trainer.description import describe
+from lightning_ort.trainer.device import choose_device, runtime_config
+from lightning_ort.trainer.export import check_export, export, save
+from lightning_ort.trainer.model import make_module
+from lightning_ort.trainer.optimizer import Optimizer
+from lightning_ort.trainer.options import ORTTrainerOptions
+from lightning_ort.trainer.refusals import refuse
+from lightning_ort.trainer.state import check_state, load_state, make_state, weights_of
+from lightning_ort.trainer.step import CombinedModule, Step
+from lightning_ort.trainer.step_info import TrainStepInfo
+
+__all__ = ["ORTTrainer"]
+
+
+class ORTTrainer:
+    """Trains ``model``: forward pass, gradients and updates run in ONNX Runtime, on the memory of the module.
+
+    Args:
+        model: an ``nn.Module``, whose weights are trained in place, or an ``onnx.ModelProto``.
+        model_desc: ``{"inputs": [(name, shape)], "outputs": [(name, shape, is_loss)]}``. A size is a number, or a
+            name if it may change. The names of inputs are those of ``forward``'s arguments; outputs have the order in
+            which the model returns them, after the loss if there is a ``loss_fn``. For an ONNX model, all names and
+            their order are the model's.
+        optim_config: ``optim.AdamConfig``, ``optim.LambConfig`` or ``optim.SGDConfig``.
+        loss_fn: function of what the model returns and the label, which is the input that ``forward`` does not take.
+            Without it, one of the outputs is the loss.
+        options: everything else; the defaults train on a CUDA device if there is one, else on the CPU.
+
+    Raises:
+        AssertionError: an argument of another kind.
+        ValueError: ``model_desc`` or an option is not as described.
+        NotImplementedError: an option that is not supported.
+        RuntimeError: ``frozen_weights`` names weights that the model does not have.
+        OnnxRuntimeImportError: ONNX Runtime is not installed, or cannot be used.
+
+    Attributes:
+        model_desc: the description, converted.
+        optim_config: as it was given; ``optim_config.lr`` may be changed between steps.
+        options: as they were given.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | onnx.ModelProto,
+        model_desc: Mapping[str, Any],
+        optim_config: _OptimizerConfig,
+        loss_fn: Callable[[Any, Tensor], Tensor] | None = None,
+        options: ORTTrainerOptions | None = None,
+    ) -> None:
+        require_onnxruntime()
+        _check_arguments(model, optim_config, loss_fn, options)
+        self.model_desc, self.optim_config, self.loss_fn = describe(model_desc), optim_config, loss_fn
+        self.options = ORTTrainerOptions() if options is None else options
+        refuse(self.options)
+        mixed = self.options.mixed_precision
+        if mixed.loss_scaler is not None and not mixed.enabled:
+            raise ValueError("Loss Scaler cannot be specified when Mixed Precision is not enabled")
+        self._scaler: LossScaler | None = None
+        if mixed.enabled:
+            self._scaler = DynamicLossScaler() if mixed.loss_scaler is None else mixed.loss_scaler
+        self._device = choose_device(self.options)
+        runtime = runtime_config(self.options, self._device)
+        module = make_module(model, self.model_desc, self.options)
+        self._from_onnx = isinstance(model, onnx.ModelProto)
+        self._combined = CombinedModule(module, loss_fn, self.model_desc)
+        self._combined.to(self._device)
+        self._weights = weights_of(module)
+        if isinstance(loss_fn, nn.Module):
+            self._weights |= {f"loss_fn.{name}": tensor for name, tensor in weights_of(loss_fn).items()}
+        trained = self._freeze()
+        clip, guard = self.options.utils.grad_norm_clip, bool(mixed.enabled)
+        self._optimizer = Optimizer(optim_config, trained, self._weights, runtime, clip=clip, guard=guard)
+        self._fallbacks: list[Fallback] = []
+        self._files = GraphFiles(self.options)
+        backend = ORTBackend(self._files.watched(runtime), on_fallback=self._fallbacks.extend)
+        half = torch.float16 if mixed.enabled else None
+        self._step = Step(self._combined, self.model_desc, backend, half=half)
+        self._train_step_info = TrainStepInfo(optim_config)
+        self._accumulated = 0
+        self._scale = 1.0
+        self._example: list[Tensor] | None = None
+
+    def _freeze(self) -> dict[str, nn.Parameter]:
+        """Take the frozen weights out of the gradients; the weights that are trained."""
+        params = {n: t for n, t in self._weights.items() if isinstance(t, nn.Parameter)}
+        frozen = self.options.utils.frozen_weights
+        unknown = [name for name in frozen if name not in self._weights]
+        if unknown:
+            raise RuntimeError(
+                f"{unknown} params from 'frozen_weights' not found in the ONNX model. Its weights are "
+                f"{', '.join(self._weights)}."
+            )
+        for name in frozen:
+            if name in params:
+                params[name].requires_grad_(False)
+        return {name: p for name, p in params.items() if p.requires_grad}
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def train_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward, backward, and an update, or with gradient accumulation an update after the last of several steps.
+
+        Args:
+            *args: inputs in the order of ``model_desc``, or one list of them.
+            **kwargs: inputs by name.
+
+        Returns:
+            All outputs, in the order of ``model_desc``, in a list; a single one as it is. They are those before the
+            update.
+
+        Raises:
+            AssertionError: missing, surplus or unknown inputs; sizes of one name that differ; no loss is described.
+            AttributeError: an input is no tensor.
+            RuntimeError: an input has another type or shape than described, or the step cannot be executed; the
+                message names the inputs. Nothing has been changed then.
+            MismatchError: the first run of a graph gave other results than torch.
+        """
+        losses = [output for output in self.model_desc.outputs if output.is_loss]
+        if len(losses) != 1:
+            raise AssertionError(f"Only one loss output is supported ({len(losses)} were specified)")
+        inputs = self._inputs(args, kwargs)
+        picked = self._picked()
+        info = self._train_step_info
+        lr = self._learning_rate()
+        if self._accumulated == 0:
+            self._optimizer.zero_grad()
+            self._scale = 1.0 if self._scaler is None else self._scaler.loss_scale
+        if self.options.debug.check_model_export and self._example is None:
+            self._check_export(inputs)
+        scale = None if self._scaler is None else torch.tensor(self._scale, device=self._device)
+        results = self._run(lambda: self._step.train(inputs, scale), inputs, training=True)
+        if self._files.pending:
+            forward = export(self._combined, self.model_desc, inputs, self.options)
+            self._files.write(self.model_desc, inputs, results, self._weights, self._optimizer, forward)
+        steps = self.options.batch.gradient_accumulation_steps
+        updates = self._accumulated + 1 >= steps
+        if updates:
+            finite = self._optimizer.step(lr, 1.0 / (steps * self._scale))
+            self._optimizer.zero_grad()
+            info.optimization_step += finite
+            if self._scaler is not None:
+                info.all_finite = finite
+        self._accumulated = 0 if updates else self._accumulated + 1
+        info.step += 1
+        if updates and self._scaler is not None:
+            self._scaler.update(info)
+        self._remember(inputs, results)
+        return _given_out([results[i] for i in picked])
+
+    def eval_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Outputs in evaluation mode, without gradients; arguments, result and errors as of :meth:`train_step`."""
+        inputs = self._inputs(args, kwargs)
+        picked = self._picked()
+        results = self._run(lambda: self._step.eval(inputs), inputs, training=False)
+        self._remember(inputs, results)
+        return _given_out([results[i] for i in picked])
+
+    def _inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        inputs = gather(self.model_desc, args, kwargs)
+        return [x if x.device == self._device else x.to(self._device) for x in inputs]
+
+    def _picked(self) -> list[int]:
+        fetches, names = self._train_step_info.fetches, self.model_desc.output_names()
+        invalid = [name for name in fetches if name not in names]
+        if invalid:
+            raise RuntimeError(
+                f"The specified fetches list contains invalid output names: {invalid}; the outputs are {names}."
+            )
+        return [names.index(name) for name in fetches] if fetches else list(range(len(names)))
+
+    def _learning_rate(self) -> float:
+        schedule = self.options.lr_scheduler
+        return float(self.optim_config.lr if schedule is None else schedule._step(self._train_step_info)[0])
+
+    def _run(self, step: Callable[[], list[Tensor]], inputs: Sequence[Tensor], *, training: bool) -> list[Tensor]:
+        gradients = [p.grad for p in self._optimizer.parameters()] if self._accumulated else None
+        try:
+            return step()
+        except CompilationError:
+            self._fallbacks.clear()
+            raise
+        except Exception as error:
+            self._fallbacks.clear()
+            if gradients is None and training:
+                self._optimizer.zero_grad()
+            if not _is_execution_error(error):
+                raise
+            reason = self._step.explain(inputs, training=training) or str(error)
+            kind = IndexError if isinstance(error, IndexError) else RuntimeError
+            name = "train_step" if training else "eval_step"
+            raise kind(f"{name} failed: {reason.strip()}{summary(self.model_desc, inputs, reason)}") from error
+
+    def _remember(self, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        if self._fallbacks:
+            told, self._fallbacks[:] = list(dict.fromkeys(self._fallbacks)), []
+            for f in told:
+                warnings.warn(f"{f.operator} runs in torch: {f.reason} ({f.source})", UserWarning, stacklevel=4)
+        if self._example is not None:
+            return
+        self._example = [x.detach().clone() for x in inputs]
+        for entry, x in zip(self.model_desc.inputs, inputs, strict=True):
+            entry.dtype = x.dtype
+        for output, result in zip(self.model_desc.outputs, results, strict=True):
+            output.dtype = result.dtype
+
+    # -- ONNX files -----------------------------------------------------------------------------------------------
+
+    def save_as_onnx(self, path: str) -> None:
+        """Write the model with its loss, in evaluation mode and with the present weights.
+
+        Args:
+            path: of the file; one that exists is replaced.
+
+        Raises:
+            AssertionError: ``path`` is no string.
+            ValueError: its folder does not exist.
+
+        Warns:
+            UserWarning: before the first step, when nothing is written because the types of the inputs are unknown.
+        """
+        if not isinstance(path, (str, os.PathLike)):
+            raise AssertionError("'path' must be a valid path string")
+        if self._example is None:
+            warnings.warn(
+                "Training session is not initialized yet. 'train_step' or 'eval_step' methods must be executed at "
+                "least once before calling 'save_as_onnx()'.",
+                UserWarning,
+                stacklevel=2,
+            )
+            return
+        if not os.fspath(path) or not os.path.isdir(os.path.dirname(os.fspath(path)) or "."):
+            raise ValueError(f"'path' is not valid or does not exist: {os.fspath(path)!r}")
+        save(export(self._combined, self.model_desc, self._example, self.options), path)
+
+    def _check_export(self, inputs: Sequence[Tensor]) -> None:
+        names = [entry.name for entry in self.model_desc.inputs]
+        model = export(self._combined, self.model_desc, inputs, self.options)
+        results = self._run(lambda: self._step.eval(inputs), inputs, training=False)
+        expected = dict(zip(self.model_desc.output_names(), results, strict=True))
+        check_export(model, dict(zip(names, inputs, strict=True)), expected)
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self, pytorch_format: bool = False) -> dict[str, Any]:
+        """Weights, optimizer states, counters and what a checkpoint tells about the options.
+
+        Args:
+            pytorch_format: give a flat dictionary of tensors for the module's ``load_state_dict``.
+
+        Returns:
+            Copies: numpy arrays in nested dictionaries (``model/full_precision/<name>``,
+            ``optimizer/<name>/Moment_1`` ...), or tensors by name.
+        """
+        if pytorch_format and self._from_onnx:
+            return {name: t.detach().clone() for name, t in self._weights.items()}
+        if pytorch_format:
+            return {name: t.detach().clone() for name, t in self._combined.model.state_dict().items()}
+        return make_state(self)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Take over what :meth:`state_dict` gave, before or after the first step.
+
+        Args:
+            state_dict: nested dictionaries; weights and states may be numpy arrays or tensors.
+            strict: refuse keys that are missing or unexpected. Otherwise what is missing stays as it is.
+
+        Raises:
+            RuntimeError: see ``strict``; or a shape is not the model's. Nothing has been changed.
+            AssertionError: the state of another optimizer. Nothing has been changed.
+
+        Warns:
+            UserWarning: the model, the optimizer or the counters are missing altogether.
+        """
+        check_state(self, state_dict, strict=strict)
+        load_state(self, state_dict)
+        self._optimizer.zero_grad()
+        self._accumulated = 0
+
+    def save_checkpoint(
+        self,
+        path: str | os.PathLike[str] | IO[bytes],
+        user_dict: Mapping[str, Any] = {},
+        include_optimizer_states: bool = True,
+    ) -> None:
+        """Write the state to an HDF5 file, which appears under its name when it is complete.
+
+        Args:
+            path: a file that does not exist yet, or an open binary file.
+            user_dict: your own data: nested dictionaries, lists, tuples, strings, numbers, arrays and tensors.
+            include_optimizer_states: write the states of the optimizer too.
+
+        Raises:
+            FileExistsError: there is a file of that name.
+            FileNotFoundError: its folder does not exist.
+            TypeError: ``user_dict`` holds something else.
+        """
+        state = self.state_dict()
+        if not include_optimizer_states:
+            del state["optimizer"]
+        checkpoint.write(path, state, user_dict)
+
+    def load_checkpoint(
+        self, *paths: str | os.PathLike[str] | IO[bytes], strict: bool = True, allow_pickle: bool = False
+    ) -> dict[str, Any]:
+        """Load the file that :meth:`save_checkpoint`, or ONNX Runtime's ORTTrainer, has written.
+
+        Args:
+            *paths: the file, or all files of a training on several devices.
+            strict: see :meth:`load_state_dict`.
+            allow_pickle: accept ``user_dict`` of a file of ONNX Runtime's, which is pickled. Unpickling executes
+                whatever the author of a file put into it.
+
+        Returns:
+            The ``user_dict`` that was saved.
+
+        Raises:
+            IndexError: no file is named.
+            ValueError: no HDF5 file, or ``user_dict`` is pickled.
+            KeyError: no checkpoint of an ORTTrainer.
+            OSError: the file is damaged.
+            AssertionError: more or fewer files than the checkpoint has, or another optimizer's.
+            RuntimeError: see :meth:`load_state_dict`.
+        """
+        state, user_dict = checkpoint.read_all(paths, allow_pickle=allow_pickle)
+        self.load_state_dict(state, strict=strict)
+        return user_dict
+
+
+def _check_arguments(model: Any, optim_config: Any, loss_fn: Any, options: Any) -> None:
+    if model is None:
+        raise AssertionError("'model' is required and must be either a 'torch.nn.Module' or ONNX model")
+    if not isinstance(model, (nn.Module, onnx.ModelProto)):
+        raise ValueError(f"'model' must be either 'torch.nn.Module' or 'onnx.ModelProto', not {type(model).__name__}")
+    if not isinstance(optim_config, _OptimizerConfig):
+        raise AssertionError("'optim_config' is required and must be any of 'AdamConfig', 'LambConfig' or 'SGDConfig'")
+    if loss_fn is not None and not (callable(loss_fn) and len(inspect.signature(loss_fn).parameters) == 2):
+        raise AssertionError("'loss_fn' must be either 'None' or a callable with two parameters")
+    if options is not None and not isinstance(options, ORTTrainerOptions):
+        raise AssertionError("'options' must be either 'None' or 'ORTTrainerOptions'")
+
+
+def _is_execution_error(error: Exception) -> bool:
+    return isinstance(error, (RuntimeError, IndexError)) or type(error).__module__.startswith("onnxruntime")
+
+
+def _given_out(results: list[Tensor]) -> Any:
+    return results[0] if len(results) == 1 else results

@@ -1,0 +1,75 @@
+"""Adam with decoupled weight decay."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from torch import Tensor
+
+from lightning_ort.updates.rule import Rule
+
+__all__ = ["Adam"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Adam(Rule):
+    """Adam, as ``torch.optim.AdamW`` or as the AdamW of Hugging Face's first transformers.
+
+    Attributes:
+        decay: the weight decay is taken from the weight ``"before"`` or ``"after"`` its update, or there is ``"none"``.
+    """
+
+    decay: Literal["before", "after", "none"] = "before"
+
+    states = ("moment_1", "moment_2")
+    coefficients = ("alpha", "new_1", "beta", "new_2", "epsilon", "step", "kept")
+
+    @staticmethod
+    def numbers(
+        lr: float,
+        alpha: float,
+        beta: float,
+        epsilon: float,
+        weight_decay: float,
+        count: int,
+        *,
+        bias_correction: bool,
+        scaled_epsilon: bool,
+    ) -> tuple[float, ...]:
+        """Coefficients of update number ``count``, which starts at 1.
+
+        Args:
+            lr: learning rate.
+            alpha: of the first moment; torch's beta1.
+            beta: of the second moment; torch's beta2.
+            epsilon: added to the root of the second moment,
+            weight_decay: share of the weight that is taken away, times ``lr``.
+            count: number of this update.
+            bias_correction: whether the moments, which start at zero, are corrected for that.
+            scaled_epsilon: add ``epsilon`` to the corrected root, as torch does, and not to the root of the moment.
+        """
+        first = 1 - alpha**count if bias_correction else 1.0
+        second = math.sqrt(1 - beta**count) if bias_correction else 1.0
+        # m / first / (sqrt(v) / second + epsilon), with all scalar factors drawn together
+        epsilon = epsilon * second if scaled_epsilon else epsilon
+        return alpha, 1 - alpha, beta, math.sqrt(1 - beta), epsilon, lr * second / first, 1 - lr * weight_decay
+
+    def formula(
+        self, param: Tensor, grad: Tensor, scale: Tensor, states: Sequence[Tensor], c: Mapping[str, Tensor]
+    ) -> tuple[Tensor, ...]:
+        moment_1, moment_2 = states
+        moment_1 = c["alpha"] * moment_1 + (c["new_1"] * scale) * grad
+        # squared after scaling: the square of a gradient times the loss scale could overflow
+        root = (c["new_2"] * scale) * grad
+        moment_2 = c["beta"] * moment_2 + root * root
+        update = moment_1 / (moment_2.sqrt() + c["epsilon"]) * c["step"]
+        if self.decay == "before":
+            param = c["kept"] * param - update
+        else:
+            param = param - update
+            if self.decay == "after":
+                param = c["kept"] * param
+        return param, moment_1, moment_2

@@ -1,0 +1,60 @@
+"""LAMB: Adam's direction, with a step per tensor in proportion to the length of the weight."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_ort.updates.rule import Rule
+
+__all__ = ["Lamb"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Lamb(Rule):
+    """LAMB (You et al., 2020) with a clamped trust ratio."""
+
+    states = ("moment_1", "moment_2")
+    coefficients = (
+        "alpha", "new_1", "beta", "new_2", "epsilon", "corrected", "decay", "lr", "ratio_min", "ratio_max",
+    )  # fmt: skip
+    elementwise = False
+
+    @staticmethod
+    def numbers(
+        lr: float,
+        alpha: float,
+        beta: float,
+        epsilon: float,
+        weight_decay: float,
+        count: int,
+        *,
+        bias_correction: bool,
+        ratio_min: float,
+        ratio_max: float,
+    ) -> tuple[float, ...]:
+        """Coefficients of update number ``count``, which starts at 1; see :meth:`Adam.numbers`."""
+        first = 1 - alpha**count if bias_correction else 1.0
+        second = math.sqrt(1 - beta**count) if bias_correction else 1.0
+        return (
+            alpha, 1 - alpha, beta, math.sqrt(1 - beta), epsilon * second, second / first, weight_decay, lr,
+            ratio_min, ratio_max,
+        )  # fmt: skip
+
+    def formula(
+        self, param: Tensor, grad: Tensor, scale: Tensor, states: Sequence[Tensor], c: Mapping[str, Tensor]
+    ) -> tuple[Tensor, ...]:
+        moment_1, moment_2 = states
+        moment_1 = c["alpha"] * moment_1 + (c["new_1"] * scale) * grad
+        root = (c["new_2"] * scale) * grad
+        moment_2 = c["beta"] * moment_2 + root * root
+        direction = c["decay"] * param + moment_1 / (moment_2.sqrt() + c["epsilon"]) * c["corrected"]
+        length, reach = param.dot(param).sqrt(), direction.dot(direction).sqrt()
+        ratio = (length / reach).maximum(c["ratio_min"]).minimum(c["ratio_max"])
+        # a weight or a direction of zero has no ratio
+        ratio = torch.where((length > 0) & (reach > 0), ratio, torch.ones_like(ratio))
+        return param - (c["lr"] * ratio) * direction, moment_1, moment_2

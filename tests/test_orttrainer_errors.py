@@ -1,0 +1,253 @@
+"""What ORTTrainer refuses, with which words, and that it is unharmed afterwards."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from orttrainer_models import ADAM, SGD, batches, cross_entropy, description, make, options, trainer
+from torch import nn
+
+from lightning_ort import ORTTrainer, amp
+
+
+def built(**changed):
+    arguments = {
+        "model": make(),
+        "model_desc": description(),
+        "optim_config": SGD(),
+        "loss_fn": cross_entropy,
+        "options": options(),
+        **changed,
+    }
+    return ORTTrainer(**arguments)
+
+
+INPUTS = [("x", ["b", 20]), ("label", ["b"])]
+OUTPUTS = [("loss", [], True), ("logits", ["b", 10])]
+
+DESCRIPTIONS = [
+    ({"outputs": OUTPUTS}, ValueError, "{'inputs': ['required field']}"),
+    ({"inputs": INPUTS}, ValueError, "{'outputs': ['required field']}"),
+    ({"inputs": INPUTS, "outputs": OUTPUTS, "z": 1}, ValueError, "{'z': ['unknown field']}"),
+    ({"inputs": "x", "outputs": OUTPUTS}, IndexError, "{'inputs': ['must be of list type']}"),
+    ({"inputs": [("x",)], "outputs": OUTPUTS}, IndexError, "{'inputs': [{0: ['must be a tuple with size 2']}]}"),
+    (
+        {"inputs": [(1, [])], "outputs": OUTPUTS},
+        ValueError,
+        "{'inputs': [{0: ['the first element of the tuple (aka name) must be a string']}]}",
+    ),
+    (
+        {"inputs": [("x", [1.5])], "outputs": OUTPUTS},
+        ValueError,
+        "{'inputs': [{0: ['each shape must be either a string or integer']}]}",
+    ),
+    (
+        {"inputs": [("x", (1,))], "outputs": OUTPUTS},
+        ValueError,
+        "{'inputs': [{0: ['the second element of the tuple (aka shape) must be a list']}]}",
+    ),
+    (
+        {"inputs": INPUTS, "outputs": [("loss", [], "yes")]},
+        ValueError,
+        "{'outputs': [{0: ['the third element of the tuple (aka is_loss) must be a boolean']}]}",
+    ),
+    (
+        {"inputs": INPUTS, "outputs": [("loss", [], True), ("more", [], True)]},
+        ValueError,
+        "{'outputs': [{1: ['only one is_loss can be set to True']}]}",
+    ),
+    (
+        {"inputs": [], "outputs": []},
+        ValueError,
+        "{'inputs': ['min length is 1'], 'outputs': ['min length is 1']}",
+    ),
+    (
+        {"inputs": INPUTS, "outputs": [("loss", [], True, 1)]},
+        ValueError,
+        "{'outputs': [{0: ['must be a tuple with size 2 or 3']}]}",
+    ),
+    (
+        {"inputs": [["x", []]], "outputs": OUTPUTS},
+        ValueError,
+        "{'inputs': [{0: ['must be a tuple with size 2']}]}",
+    ),
+    (
+        {"inputs": [("x", []), ("x", [])], "outputs": OUTPUTS},
+        ValueError,
+        "{'inputs': [{1: [\"the name 'x' occurs twice\"]}]}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "kind", "message"), DESCRIPTIONS, ids=[m for _, _, m in DESCRIPTIONS])
+def test_wrong_descriptions(given, kind, message):
+    with pytest.raises(kind, match=re.escape(f"Invalid model_desc: {message}")):
+        built(model_desc=given)
+
+
+CONFIG = "'optim_config' is required and must be any of 'AdamConfig', 'LambConfig' or 'SGDConfig'"
+LOSS = "'loss_fn' must be either 'None' or a callable with two parameters"
+ARGUMENTS = [
+    ({"model_desc": [1]}, AssertionError, "'model_desc' must be a 'dict'"),
+    ({"model": None}, AssertionError, "'model' is required and must be either a 'torch.nn.Module' or ONNX model"),
+    ({"model": "m"}, ValueError, "'model' must be either 'torch.nn.Module' or 'onnx.ModelProto'"),
+    ({"optim_config": None}, AssertionError, CONFIG),
+    ({"optim_config": torch.optim.SGD([torch.zeros(1)], 0.1)}, AssertionError, CONFIG),
+    ({"loss_fn": lambda x: x}, AssertionError, LOSS),
+    ({"loss_fn": "loss"}, AssertionError, LOSS),
+    ({"options": {}}, AssertionError, "'options' must be either 'None' or 'ORTTrainerOptions'"),
+    (
+        {"options": options(utils={"frozen_weights": ["nope"]})},
+        RuntimeError,
+        "['nope'] params from 'frozen_weights' not found in the ONNX model.",
+    ),
+    (
+        {"options": options(mixed_precision={"loss_scaler": amp.LossScaler(1.0)})},
+        ValueError,
+        "Loss Scaler cannot be specified when Mixed Precision is not enabled",
+    ),
+    (
+        {"optim_config": ADAM([{"params": ["nope"], "alpha": 0.5}])},
+        ValueError,
+        "['nope'] in a group of the optimizer are no weights of the model",
+    ),
+    (
+        {"options": options(_internal_use={"extra_postprocess": lambda m: m})},
+        NotImplementedError,
+        "options['_internal_use.extra_postprocess'] rewrites the ONNX model",
+    ),
+    (
+        {"model_desc": {"inputs": INPUTS, "outputs": [("logits", ["b", 10]), ("loss", [], True)]}},
+        ValueError,
+        "With loss_fn the loss is the first output, but model_desc marks 'loss'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changed", "kind", "message"), ARGUMENTS, ids=[m for _, _, m in ARGUMENTS])
+def test_wrong_arguments(changed, kind, message):
+    with pytest.raises(kind, match=re.escape(message)):
+        built(**changed)
+
+
+X, LABEL = batches(count=1)[0]
+
+CALLS = [
+    ("too few", (X,), {}, AssertionError, "Missing inputs: label. The model's inputs are x, label."),
+    ("too many", (X, LABEL, X), {}, AssertionError, "3 inputs were given in order, but the model has 2 (x, label)."),
+    ("none", (), {}, AssertionError, "Missing inputs: x, label."),
+    ("a tuple", ((X, LABEL),), {}, AssertionError, "The inputs came as one tuple"),
+    ("a short list", ([X],), {}, AssertionError, "Missing inputs: label."),
+    ("unknown name", (X, LABEL), {"foo": X}, AssertionError, "The model has no inputs 'foo'"),
+    ("twice", (X, LABEL), {"x": X}, AssertionError, "Inputs given both in order and by name: x."),
+    (
+        "numpy",
+        (X.numpy(), LABEL),
+        {},
+        AttributeError,
+        "Input 'x' is a ndarray; expected a torch.Tensor: use torch.from_",
+    ),
+    ("a list", (X, [1]), {}, AttributeError, "Input 'label' is a list; expected a torch.Tensor."),
+    ("double", (X.double(), LABEL), {}, RuntimeError, "Unexpected input data type for 'x'. Actual: torch.float64, exp"),
+    ("int32", (X, LABEL.int()), {}, RuntimeError, "Unexpected input data type for 'label'. Actual: torch.int32"),
+    (
+        "features",
+        (X[:, 1:], LABEL),
+        {},
+        RuntimeError,
+        "Got invalid dimensions for input 'x': index 1 got: 19 expected: 20",
+    ),
+    ("rank", (X[0], LABEL), {}, RuntimeError, "Got invalid dimensions for input 'x': got 1 dimensions [20]"),
+    ("batches", (X, LABEL[:3]), {}, AssertionError, "Mismatch in dynamic shape b: 16 in 'x', 3 in 'label'"),
+    ("swapped", (LABEL, X), {}, RuntimeError, "Unexpected input data type for 'x'. Actual: torch.int64"),
+    ("large label", (X, LABEL + 17), {}, (RuntimeError, IndexError), "'label': torch.int64 [16], values 18 to 26"),
+    ("negative label", (X, LABEL - 2), {}, (RuntimeError, IndexError), "'label': torch.int64 [16], values -1 to"),
+]
+
+
+@pytest.fixture(scope="module")
+def used():
+    found = trainer()
+    found.train_step(X, LABEL)
+    return found
+
+
+@pytest.mark.parametrize(("case", "args", "kwargs", "kind", "message"), CALLS, ids=[c for c, *_ in CALLS])
+def test_wrong_inputs(used, case, args, kwargs, kind, message):
+    before, info = used.state_dict(), (used._train_step_info.step, used._train_step_info.optimization_step)
+    for step in (used.train_step, used.eval_step):
+        with pytest.raises(kind, match=re.escape(message)):
+            step(*args, **kwargs)
+    assert info == (used._train_step_info.step, used._train_step_info.optimization_step)
+    after = used.state_dict()
+    for name, value in before["model"]["full_precision"].items():
+        np.testing.assert_array_equal(after["model"]["full_precision"][name], value)
+    assert all(p.grad is None for p in used._combined.parameters())
+
+
+def test_first_call_with_wrong_types_names_the_inputs():
+    fresh = trainer()
+    with pytest.raises(RuntimeError, match=r"'x': torch.float64 \[16, 20\].*Nothing was updated"):
+        fresh.train_step(X.double(), LABEL)
+    assert fresh._train_step_info.step == 0
+    expected = cross_entropy(make()(X), LABEL).item()
+    assert float(fresh.train_step(X, LABEL)[0]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_arguments_in_all_forms_are_the_same():
+    reference = trainer(SGD(lr=0.0))
+    expected = reference.train_step(X, LABEL)
+    for args, kwargs in [
+        (([X, LABEL],), {}),
+        ((), {"x": X, "label": LABEL}),
+        ((), {"label": LABEL, "x": X}),
+        ((X,), {"label": LABEL}),
+        (([X],), {"label": LABEL}),
+    ]:
+        for got, wanted in zip(reference.train_step(*args, **kwargs), expected, strict=True):
+            assert torch.equal(got, wanted)
+    # a layout that is not contiguous, and another batch size
+    loss, _ = reference.train_step(X.t().contiguous().t(), LABEL)
+    assert float(loss) == pytest.approx(float(expected[0]), abs=1e-6)
+    loss, logits = reference.train_step(X[:5], LABEL[:5])
+    assert float(loss) == pytest.approx(cross_entropy(make()(X[:5]), LABEL[:5]).item(), abs=1e-6)
+    assert logits.shape == (5, 10)
+
+
+def test_no_loss_is_refused_by_training_and_not_by_evaluation():
+    model_desc = {"inputs": [("x", ["b", 20])], "outputs": [("logits", ["b", 10])]}
+    found = built(model_desc=model_desc, loss_fn=None)
+    with pytest.raises(AssertionError, match=re.escape("Only one loss output is supported (0 were specified)")):
+        found.train_step(X)
+    torch.testing.assert_close(found.eval_step(X), make()(X))
+
+
+def test_loss_of_a_module_and_class_as_loss():
+    found = built(loss_fn=nn.CrossEntropyLoss())
+    assert [r.shape for r in found.train_step(X, LABEL)] == [(), (16, 10)]
+
+
+def test_outputs_other_than_described_are_named():
+    wrong = {"inputs": INPUTS, "outputs": [("loss", [], True)]}
+    with pytest.raises(RuntimeError, match=r"The model gives 2 outputs, but model_desc describes 1 \(loss\)"):
+        built(model_desc=wrong).train_step(X, LABEL)
+    wrong = {"inputs": INPUTS, "outputs": [("loss", [], True), ("logits", ["b", 9])]}
+    with pytest.raises(RuntimeError, match="Output 'logits' is not as described in model_desc: index 1 got: 10 exp"):
+        built(model_desc=wrong).train_step(X, LABEL)
+
+
+def test_fetches_choose_outputs(used):
+    info = used._train_step_info
+    try:
+        info.fetches = ["loss"]
+        assert used.eval_step(X, LABEL).shape == ()
+        info.fetches = ["logits", "loss"]
+        assert [r.shape for r in used.eval_step(X, LABEL)] == [(16, 10), ()]
+        info.fetches = ["nope"]
+        with pytest.raises(RuntimeError, match=r"The specified fetches list contains invalid output names: .'nope'."):
+            used.eval_step(X, LABEL)
+    finally:
+        info.fetches = []

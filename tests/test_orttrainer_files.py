@@ -1,0 +1,185 @@
+"""ONNX files that ORTTrainer writes, and the older interface."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnxruntime.tools import pytorch_export_contrib_ops
+from orttrainer_models import ADAM, LAMB, Recording, batches, cross_entropy, make, options, trainer
+from torch import nn
+
+from lightning_ort import ORTTrainer, amp
+from lightning_ort.ort_trainer import IODescription, ModelDescription
+from lightning_ort.ort_trainer import ORTTrainer as OldTrainer
+
+X, LABEL = batches(count=1)[0]
+
+
+def run(path, names=None, **feed):
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return session.run(names, {k: v.numpy() for k, v in feed.items()})
+
+
+def test_saved_model_computes_outputs_of_the_present_weights(tmp_path):
+    found = trainer()
+    path = tmp_path / "m.onnx"
+    with pytest.warns(UserWarning, match="Training session is not initialized yet"):
+        found.save_as_onnx(str(path))
+    assert not path.exists()
+    for x, label in batches(count=2):
+        found.train_step(x, label)
+    found.save_as_onnx(str(path))
+    model = onnx.load(path)
+    assert [i.name for i in model.graph.input] == ["x", "label"]
+    assert [o.name for o in model.graph.output] == ["loss", "logits"]
+    assert {i.name for i in model.graph.initializer} >= {n for n, _ in make().named_parameters()}
+    assert next(o.version for o in model.opset_import if not o.domain) == 14
+    loss, logits = run(path, x=X[:7], label=LABEL[:7])
+    expected = found.eval_step(X[:7], LABEL[:7])
+    np.testing.assert_allclose(loss, expected[0], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(logits, expected[1], rtol=0, atol=1e-5)
+    with pytest.raises(AssertionError, match="'path' must be a valid path string"):
+        found.save_as_onnx(3)
+    for wrong in ("", str(tmp_path / "none" / "m.onnx")):
+        with pytest.raises(ValueError, match="'path' is not valid or does not exist"):
+            found.save_as_onnx(wrong)
+
+
+class Activated(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(20, 10), nn.GELU())
+
+
+def saved(tmp_path, **sections):
+    path = tmp_path / "m.onnx"
+    description = {
+        "inputs": [("input", ["b", 20]), ("label", ["b"])],
+        "outputs": [("loss", [], True), ("y", ["b", 10])],
+    }
+    found = ORTTrainer(Activated(), description, ADAM(), cross_entropy, options(**sections))
+    found.train_step(X, LABEL)
+    found.save_as_onnx(str(path))
+    return onnx.load(path)
+
+
+def test_options_of_the_export(tmp_path, monkeypatch):
+    calls = []
+    for name in ("register", "unregister"):
+        original = getattr(pytorch_export_contrib_ops, name)
+        monkeypatch.setattr(pytorch_export_contrib_ops, name, lambda name=name, f=original: (calls.append(name), f()))
+
+    def domains(model):
+        return {n.domain for n in model.graph.node}
+
+    # which operators the exporter then writes is up to the version of ONNX Runtime
+    saved(tmp_path)
+    assert calls == ["register", "unregister"]
+    plain = saved(tmp_path, _internal_use={"enable_onnx_contrib_ops": False, "onnx_opset_version": 12})
+    assert calls == ["register", "unregister"]
+    assert domains(plain) == {""} and plain.opset_import[0].version == 12
+    shaped = saved(tmp_path, utils={"run_symbolic_shape_infer": True})
+    assert len(shaped.graph.value_info) > len(plain.graph.value_info)
+
+
+def test_check_of_the_export_passes_and_finds_differences(monkeypatch):
+    trainer(debug={"check_model_export": True}).train_step(X, LABEL)
+    from lightning_ort.trainer import trainer as module
+
+    original = module.export
+
+    def broken(*args):
+        model = original(*args)
+        bias = next(i for i in model.graph.initializer if i.name == "fc3.bias")
+        bias.CopyFrom(onnx.numpy_helper.from_array(np.full(10, 9, np.float32), "fc3.bias"))
+        return model
+
+    monkeypatch.setattr(module, "export", broken)
+    found = trainer(debug={"check_model_export": True})
+    with pytest.raises(RuntimeError, match="check_model_export: output 'loss' of the exported ONNX model is off by"):
+        found.train_step(X, LABEL)
+    assert found._train_step_info.step == 0
+
+
+PATHS = ["model_after_graph_transforms", "model_with_gradient_graph", "model_with_training_graph",
+         "model_with_training_graph_after_optimization"]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [ADAM(lr=0.01, lambda_coef=0.1), LAMB(lr=0.01)], ids=lambda c: c.name)
+def test_graphs_of_the_first_step(tmp_path, config):
+    paths = {f"{name}_path": str(tmp_path / f"{name}.onnx") for name in PATHS}
+    found = trainer(config, debug={"graph_save_paths": paths})
+    before = {k: v.clone() for k, v in found.state_dict(True).items()}
+    found.train_step(X, LABEL)
+    assert sorted(p.stem for p in tmp_path.iterdir()) == sorted(PATHS)
+    gradient = onnx.load(tmp_path / "model_with_gradient_graph.onnx")
+    names = {f"{n}_grad" for n in before}
+    assert {o.name for o in gradient.graph.output} == {"loss", "logits", *names}
+    assert {i.name for i in gradient.graph.input} == {"x", "label", *before}
+    training = onnx.load(tmp_path / "model_with_training_graph.onnx")
+    onnx.checker.check_model(training)
+    # the written graph is the one that trains: it gives the weights of the first step
+    feed = {**before, "x": X, "label": LABEL}
+    update = found._optimizer._update
+    slots = dict(zip([i.name for i in training.graph.input], training.graph.input, strict=True))
+    for name, value in slots.items():
+        if "/Moment_" in name:
+            feed[name] = torch.zeros([d.dim_value for d in value.type.tensor_type.shape.dim])
+        elif name.startswith(("update/scale", "update/limit")):
+            feed[name] = torch.tensor(1.0)
+    coefficients = [name for name in slots if name.startswith("update/coefficient")]
+    order = sorted(coefficients, key=lambda n: int(n.rsplit("_", 1)[1]))
+    feed |= dict(zip(order, update.coefficients[0], strict=True))
+    outputs = [f"{n}_updated" for n in before]
+    got = run(tmp_path / "model_with_training_graph_after_optimization.onnx", outputs, **feed)
+    for name, value in zip(before, got, strict=True):
+        np.testing.assert_allclose(value, found.state_dict(True)[name], rtol=0, atol=1e-6)
+
+
+def old_trainer(attributes=None, rate=None, **settings):
+    description = ModelDescription(
+        [IODescription("x", ["b", 20], torch.float32), IODescription("label", ["b"], torch.int64)],
+        [IODescription("loss", []), IODescription("logits", ["b", 10])],
+    )
+    with pytest.warns(DeprecationWarning, match="keeps old scripts running"):
+        return OldTrainer(
+            make(), cross_entropy, description, "AdamOptimizer", attributes, IODescription("Learning_Rate", [1]), "cpu",
+            get_lr_this_step=rate, enable_grad_norm_clip=False, **settings,
+        )  # fmt: skip
+
+
+def test_older_interface_trains_the_same():
+    recording = Recording("mlp_adam_lr1e-2")
+    by_input, by_function = old_trainer(), old_trainer(rate=lambda step: 0.01)
+    for k, (x, label) in enumerate(batches(count=5)):
+        rate = torch.tensor([0.01])
+        got = by_input.train_step(x, label, rate) if k % 2 else by_input.train_step(x, label, Learning_Rate=rate)
+        same = by_function.train_step(x, label)
+        assert torch.equal(got[0], same[0])
+        np.testing.assert_allclose(float(got[0]), recording.arrays["losses"][k], rtol=0, atol=2e-6)
+    assert by_function.eval_step(X, LABEL, fetches=["loss"]).shape == ()
+    state = by_input.state_dict()
+    assert state["Moment_1_fc1.bias"].shape == (32,) and state["Update_Count_fc1.bias"].tolist() == [6]
+    fresh = old_trainer(rate=lambda step: 0.01)
+    fresh.load_state_dict(state)
+    assert torch.equal(fresh.train_step(X, LABEL)[0], by_function.train_step(X, LABEL)[0])
+    with pytest.raises(RuntimeError, match=r"unexpected keys: \['nope'\]"):
+        fresh.load_state_dict({"nope": X}, strict=True)
+
+
+def test_older_interface_maps_attributes_and_tells_of_finite_gradients():
+    attributes = {"fc1.weight": {"lambda": 0.1, "alpha": 0.8}}
+    found = old_trainer(
+        lambda name: attributes.get(name, {}), use_mixed_precision=True, loss_scaler=amp.DynamicLossScaler()
+    )
+    assert found._trainer.optim_config.hyper_parameters("fc1.weight")["lambda"] == 0.1
+    assert len(found.train_step(X, LABEL, torch.tensor([0.01]))) == 3
+    with (
+        pytest.warns(DeprecationWarning, match="keeps old scripts running"),
+        pytest.raises(ValueError, match="training_optimizer_name='Adam'; expected one of AdamOptimizer"),
+    ):
+        OldTrainer(make(), cross_entropy, ModelDescription([], []), "Adam", None, IODescription("lr", [1]), "cpu")
+    with pytest.raises(NotImplementedError, match="num_classes=3"):
+        IODescription("label", ["b"], torch.int64, num_classes=3)

@@ -1,0 +1,58 @@
+"""Training of an onnx.ModelProto."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from orttrainer_models import ADAM, batches, description, options, trainer
+
+from lightning_ort import ORTTrainer
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    path = tmp_path_factory.mktemp("onnx") / "m.onnx"
+    found = trainer()
+    found.eval_step(*batches(count=1)[0])
+    found.save_as_onnx(str(path))
+    return onnx.load(path)
+
+
+def test_onnx_model_trains_as_its_module(exported):
+    module = trainer(utils={"grad_norm_clip": False, "frozen_weights": ["fc1.bias"]})
+    model = ORTTrainer(
+        exported,
+        description(),
+        ADAM(lr=0.01),
+        options=options(utils={"grad_norm_clip": False, "frozen_weights": ["fc1.bias"]}),
+    )
+    for x, label in batches(count=5):
+        got, expected = model.train_step(x, label), module.train_step(x, label)
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
+    ours, theirs = model.state_dict(), module.state_dict()
+    assert ours["optimizer"].keys() == theirs["optimizer"].keys()
+    for name, value in theirs["model"]["full_precision"].items():
+        np.testing.assert_allclose(ours["model"]["full_precision"][name], value, rtol=0, atol=2e-6)
+    assert model.state_dict(pytorch_format=True).keys() == module.state_dict(pytorch_format=True).keys()
+    model.load_state_dict(theirs)
+
+
+def test_names_of_an_onnx_model_must_be_described(exported):
+    wrong = {**description(), "inputs": [("x", ["b", 20]), ("y", ["b"])]}
+    with pytest.raises(ValueError, match=r"has the inputs \['x', 'label'\], but model_desc describes \['x', 'y'\]"):
+        ORTTrainer(exported, wrong, ADAM(), options=options())
+
+
+def test_onnx_model_is_rewritten_before_training(exported):
+    def rewrite(model):
+        changed = onnx.ModelProto()
+        changed.CopyFrom(model)
+        bias = next(i for i in changed.graph.initializer if i.name == "fc3.bias")
+        bias.CopyFrom(onnx.numpy_helper.from_array(np.full(10, 3, np.float32), "fc3.bias"))
+        return changed
+
+    found = ORTTrainer(exported, description(), ADAM(), options=options(_internal_use={"extra_postprocess": rewrite}))
+    assert found.state_dict()["model"]["full_precision"]["fc3.bias"].tolist() == [3.0] * 10

@@ -1,0 +1,239 @@
+"""Update graphs against the formulas in torch, and the rule for writing in place."""
+
+from __future__ import annotations
+
+import onnx.parser
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+
+from lightning_ort.runtime.session import RuntimeConfig
+from lightning_ort.updates import SGD, Adam, Lamb, Update
+from lightning_ort.updates import pieces as pieces_module
+from lightning_ort.updates.graph import UpdateGraph
+from lightning_ort.updates.inplace import may_overwrite
+from lightning_ort.updates.pieces import pieces_of
+
+SHAPES = [(7,), (300, 200), (33, 5), (1,), (130, 70), (), (0, 3)]
+RULES = [Adam("before"), Adam("after"), Adam("none"), Lamb(), SGD()]
+
+
+def numbers(rule, lr, count, decay):
+    if isinstance(rule, SGD):
+        return (lr,)
+    common = (lr, 0.9, 0.999, 1e-6, decay, count)
+    if isinstance(rule, Lamb):
+        return Lamb.numbers(*common, bias_correction=True, ratio_min=0.01, ratio_max=10.0)
+    return Adam.numbers(*common, bias_correction=True, scaled_epsilon=rule.decay == "before")
+
+
+def reference(rule, p, g, states, lr, count, decay):
+    """The recorded formulas, in float64 and in place."""
+    if isinstance(rule, SGD):
+        p -= lr * g
+        return
+    m, v = states
+    m.mul_(0.9).add_(0.1 * g)
+    v.mul_(0.999).add_(0.001 * g * g)
+    first, second = 1 - 0.9**count, 1 - 0.999**count
+    if isinstance(rule, Lamb):
+        d = decay * p + (m / first) / ((v / second).sqrt() + 1e-6)
+        w, n = p.norm(), d.norm()
+        ratio = (w / n).clamp(0.01, 10.0) if w > 0 and n > 0 else 1.0
+        p -= lr * ratio * d
+    elif rule.decay == "before":
+        p -= lr * ((m / first) / ((v / second).sqrt() + 1e-6) + decay * p)
+    else:
+        p -= lr * second**0.5 / first * m / (v.sqrt() + 1e-6)
+        p -= lr * (decay if rule.decay == "after" else 0.0) * p
+
+
+def problem(shapes, dtype=torch.float32):
+    params = [torch.randn(s, dtype=dtype) for s in shapes]
+    if len(params) > 2:
+        params[2].zero_()  # a weight of zero has no trust ratio
+    return params, [torch.randn(s, dtype=dtype) for s in shapes]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize(("clip", "guard"), [(False, False), (True, False), (True, True)])
+def test_rules_follow_their_formulas(rule, clip, guard):
+    params, _ = problem(SHAPES)
+    states = [tuple(torch.zeros_like(p) for _ in rule.states) for p in params]
+    exact = [p.double() for p in params]
+    exact_states = [tuple(s.double() for s in ss) for ss in states]
+    groups = [0, 1, 0, 1, 0, 0, 1]
+    update = Update(rule, params, states, groups, RuntimeConfig(), clip=clip, guard=guard)
+    for count in (1, 2, 3):
+        _, gradients = problem(SHAPES)
+        lr = 0.01 * count
+        for c, decay in zip(update.coefficients, (0.1, 0.0), strict=True):
+            c.copy_(torch.tensor(numbers(rule, lr, count, decay), dtype=torch.float64))
+        assert update.run([4 * g for g in gradients], scale=0.25, limits=[3.0, 1e9]) is True
+        norm = sum(g.double().square().sum() for g in gradients).sqrt()
+        for p, g, ss, group in zip(exact, gradients, exact_states, groups, strict=True):
+            factor = 3.0 / norm if clip and group == 0 and norm > 3 else 1.0
+            reference(rule, p, g.double() * factor, ss, lr, count, (0.1, 0.0)[group])
+    for got, expected in zip(
+        params + [s for ss in states for s in ss], exact + [s for ss in exact_states for s in ss], strict=True
+    ):
+        torch.testing.assert_close(
+            got.double(), expected, rtol=0, atol=2e-6 * max(1.0, float(expected.abs().max()) if expected.numel() else 0)
+        )
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_everything_is_written_in_place(rule):
+    params, _ = problem(SHAPES)
+    states = [tuple(torch.zeros_like(p) for _ in rule.states) for p in params]
+    update = Update(rule, params, states, [0] * len(params), RuntimeConfig(), clip=True, guard=True)
+    outputs = update._graph_outputs
+    assert [slot.what for slot, ok in zip(outputs, update._in_place, strict=True) if not ok] == ["finite"]
+
+
+def test_gradients_that_are_not_finite_change_nothing():
+    params, gradients = problem(SHAPES)
+    states = [(torch.rand_like(p), torch.rand_like(p)) for p in params]
+    update = Update(Adam("before"), params, states, [0] * len(params), RuntimeConfig(), guard=True)
+    update.coefficients[0].copy_(torch.tensor(numbers(Adam("before"), 0.1, 1, 0.1)))
+    before = [t.clone() for t in params + [s for ss in states for s in ss]]
+    for bad in (torch.inf, torch.nan):
+        broken = [g.clone() for g in gradients]
+        broken[1][17, 3] = bad
+        assert update.run(broken) is False
+        assert all(torch.equal(a, b) for a, b in zip(params + [s for ss in states for s in ss], before, strict=True))
+    assert update.run(gradients) is True
+    assert not torch.equal(params[1], before[1])
+
+
+def test_large_tensors_are_cut_and_small_ones_joined(monkeypatch):
+    monkeypatch.setattr(pieces_module, "CHUNK", 100)
+    monkeypatch.setattr(pieces_module, "SMALL", 20)
+    sizes, groups = [250, 5, 30, 7, 0, 19], [0, 0, 1, 1, 0, 0]
+    found = pieces_of(sizes, groups, elementwise=True)
+    assert sorted((p.group, [len(part) for part in p.parts]) for p in found) == [
+        (0, [5, 19]), (0, [83]), (0, [83]), (0, [84]), (1, [7]), (1, [30]),
+    ]  # fmt: skip
+    covered = {(part.param, i) for p in found for part in p.parts for i in range(part.start, part.stop)}
+    assert covered == {(k, i) for k, n in enumerate(sizes) for i in range(n)}
+    assert [len(p.parts) for p in pieces_of(sizes, groups, elementwise=False)] == [1] * 5
+
+
+def test_parameters_that_do_not_lie_as_their_shape_says():
+    torch.manual_seed(1)
+    straight, g = torch.randn(40, 30), torch.randn(40, 30)
+    turned = straight.t().contiguous().t()
+    assert not turned.is_contiguous()
+    for p in (straight, turned):
+        states = [(torch.zeros(40, 30), torch.zeros(40, 30))]
+        update = Update(Adam("none"), [p], states, [0], RuntimeConfig())
+        for count in (1, 2):
+            update.coefficients[0].copy_(torch.tensor(numbers(Adam("none"), 0.1, count, 0.0)))
+            update.run([g])
+    assert torch.equal(straight, turned)
+
+
+def test_parameters_that_move_are_found():
+    p, g = torch.nn.Parameter(torch.randn(10)), torch.randn(10)
+    update = Update(SGD(), [p], [()], [0], RuntimeConfig())
+    update.coefficients[0].fill_(1.0)
+    p.data = torch.zeros(10)
+    update.run([g])
+    assert torch.equal(p.detach(), -g)
+
+
+def test_doubles_keep_their_precision():
+    params, gradients = problem([(20, 30)], torch.float64)
+    states = [(torch.zeros_like(params[0]), torch.zeros_like(params[0]))]
+    exact, exact_states = params[0].clone(), tuple(s.clone() for s in states[0])
+    update = Update(Adam("before"), params, states, [0], RuntimeConfig())
+    update.coefficients[0].copy_(torch.tensor(numbers(Adam("before"), 0.1, 1, 0.1), dtype=torch.float64))
+    update.run(gradients)
+    reference(Adam("before"), exact, gradients[0], exact_states, 0.1, 1, 0.1)
+    torch.testing.assert_close(params[0], exact, rtol=1e-12, atol=1e-12)
+
+
+def test_shared_memory_is_refused():
+    flat = torch.zeros(10)
+    with pytest.raises(ValueError, match="two parameters share memory"):
+        Update(SGD(), [flat[:6], flat[5:]], [(), ()], [0, 0], RuntimeConfig())
+    with pytest.raises(ValueError, match=r"parameters of torch\.float16"):
+        Update(SGD(), [flat.half()], [()], [0], RuntimeConfig())
+
+
+def graph(text):
+    model = ir.from_proto(onnx.parser.parse_model('<ir_version: 10, opset_import: ["" : 20]>' + text))
+    inputs = {v.name: v for v in model.graph.inputs}
+    return inputs, {v.name: v for v in model.graph.outputs}
+
+
+SAFE = {
+    "element by element": "agraph (float[4] w, float[4] g) => (float[4] n) { n = Sub(w, g) }",
+    "read before": "agraph (float[4] w, float[4] g) => (float[4] n) { a = Exp(w)  b = Mul(a, g)  n = Neg(b) }",
+}
+UNSAFE = {
+    "read elsewhere": "agraph (float[4] w, float[4] g) => (float[4] n, float[4] o) { n = Sub(w, g)  o = Mul(w, g) }",
+    "read later": "agraph (float[4] w, float[4] g) => (float[4] n, float[4] o) { n = Sub(w, g)  o = Mul(n, w) }",
+    "broadcast": "agraph (float[1] w, float[4] g) => (float[4] n) { n = Sub(w, g) }",
+    "whole rows": "agraph (float[4,4] w) => (float[4,4] n) { n = MatMul(w, w) }",
+    "moved": "agraph (float[4] w) => (float[4] n) { i = Constant<value_ints=[3,2,1,0]>()  n = Gather(w, i) }",
+    "an input": "agraph (float[4] w) => (float[4] w) { a = Neg(w) }",
+}
+
+
+@pytest.mark.parametrize("name", SAFE)
+def test_safe_to_overwrite(name):
+    inputs, outputs = graph(SAFE[name])
+    assert may_overwrite(outputs["n"], inputs["w"])
+
+
+@pytest.mark.parametrize("name", UNSAFE)
+def test_unsafe_to_overwrite(name):
+    inputs, outputs = graph(UNSAFE[name])
+    assert not may_overwrite(outputs.get("n", outputs.get("w")), inputs["w"])
+
+
+class ReadLater(SGD):
+    """A rule whose second result reads the weight that the first replaces."""
+
+    states = ("copy",)
+
+    def formula(self, param, grad, scale, states, c):
+        return param - c["lr"] * grad, states[0] + param
+
+
+def test_what_is_not_safe_goes_through_a_second_buffer():
+    p, g, s = torch.randn(1000), torch.randn(1000), torch.zeros(1000)
+    before = p.clone()
+    update = Update(ReadLater(), [p], [(s,)], [0], RuntimeConfig())
+    update.coefficients[0].fill_(0.5)
+    assert dict(zip([o.what for o in update._graph_outputs], update._in_place, strict=True)) == {
+        "param": False,
+        0: True,
+    }
+    update.run([g])
+    torch.testing.assert_close(p, before - 0.5 * g)
+    assert torch.equal(s, before)
+
+
+def test_the_graph_runs_as_it_was_checked():
+    """Without graph optimization; an optimizer could take edges away on which the order relies."""
+    from lightning_ort.updates.update import _as_written
+
+    level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    assert _as_written(RuntimeConfig()).make_session_options().graph_optimization_level == level
+    own = onnxruntime.SessionOptions()
+    own.intra_op_num_threads = 3
+    made = _as_written(RuntimeConfig(session_options=own)).make_session_options()
+    assert made.graph_optimization_level == level and made.intra_op_num_threads == 3
+
+
+def test_scalar_work_is_done_once():
+    """Products of coefficients are common to all pieces of a group."""
+    pieces = pieces_of([1 << 19], [0], elementwise=True)
+    types = [
+        n.op_type for n in UpdateGraph(Adam("before"), pieces, [torch.float32], clip=False, guard=False).model.graph
+    ]
+    assert len(pieces) == 4 and len(types) == 4 * 13 + 2
+    assert "Identity" not in types
