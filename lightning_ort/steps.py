@@ -18,7 +18,7 @@ from lightning_ort.compiler.executable import Executable
 from lightning_ort.compiler.observer import DynamoObserver
 from lightning_ort.compiler.plan import Fallback
 from lightning_ort.report import InTorch, Report, StepReport
-from lightning_ort.standins import GrowingLists, LogRecorder, appended_attributes
+from lightning_ort.standins import GrowingLists, LogRecorder, appended_attributes, results_stay
 
 __all__ = ["CompiledSteps"]
 
@@ -68,6 +68,7 @@ class CompiledSteps:
         # the fast path of nn.TransformerEncoder is one operator that ONNX lacks
         self._settings.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
+        self._settings.enter_context(results_stay())
         self._observer.install()
 
     def remove(self) -> None:

@@ -9,5 +9,6 @@ from __future__ import annotations
 
 from lightning_ort.standins.lists import GrowingLists, appended_attributes
 from lightning_ort.standins.log import LogRecorder
+from lightning_ort.standins.results import results_stay
 
-__all__ = ["GrowingLists", "LogRecorder", "appended_attributes"]
+__all__ = ["GrowingLists", "LogRecorder", "appended_attributes", "results_stay"]

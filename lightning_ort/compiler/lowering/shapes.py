@@ -31,7 +31,7 @@ def view(g: GraphBuilder, node: fx.Node, x: fx.Node, size: Sequence[Any], *_: An
 
 
 def _dropped_after_sum(g: GraphBuilder, node: fx.Node, x: fx.Node) -> list[int] | None:
-    """The dimensions that ``x`` is a sum over and that ``node`` drops: autograd writes bias gradients in these steps."""
+    """The dimensions that ``x`` sums over and ``node`` drops: autograd writes the gradient of a bias in these steps."""
     if x.target is not aten.sum.dim_IntList or len(x.args) < 3 or not x.args[2] or not g.knows(x.args[0]):
         return None
     source, dims = x.args[0], x.args[1]
