@@ -89,6 +89,7 @@ SLICES = [
     Case("slice_beyond", lambda x: x[:, 2:100], one(6)),
     Case("slice_negative", lambda x: x[:, -3:-1], one(6)),
     Case("slice_step_batch", lambda x: x[::2], one(6)),
+    Case("slice_of_transposed", lambda x: x.transpose(0, 2)[:, 1:3].tanh().transpose(0, 2), one(3, 4)),
     Case("narrow", lambda x: x.narrow(1, 2, 3), one(6)),
     Case("select", lambda x: x[:, 2], one(6, 8)),
     Case("select_last", lambda x: x[..., -1], one(6, 8)),

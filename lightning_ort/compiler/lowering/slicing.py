@@ -140,7 +140,7 @@ def _placed(
         before = min(max(start + size if start < 0 else start, 0), size)
         if before == 0 and length == size:
             return piece
-        return g.op("Pad", piece, g.ints([before, size - length - before]), None, g.ints([dim]))
+        return g.pad(piece, rank_of(node), dim, [before], [size - length - before])
     total, first, zero = g.dims([sizes[dim]]), g.dims([start]), g.ints([0])
     if not isinstance(start, int):
         first = g.op("Where", g.op("Less", first, zero), g.op("Add", first, total), first)
@@ -148,7 +148,7 @@ def _placed(
         first = g.op("Add", total, first)
     first = first if isinstance(start, int) and start >= 0 else g.op("Max", first, zero)
     rest = g.op("Sub", g.op("Sub", total, g.op("Shape", piece, start=dim, end=dim + 1)), first)
-    return g.op("Pad", piece, g.op("Concat", first, rest, axis=0), None, g.ints([dim]))
+    return g.pad(piece, rank_of(node), dim, [first], [rest])
 
 
 @lowers(aten.cat.default)
