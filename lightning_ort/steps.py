@@ -111,6 +111,7 @@ class CompiledSteps:
     def _on_graph(self, executable: Executable) -> None:
         if self._running is not None:
             self._running.graphs += 1
+            self._running.widened += executable.widened
 
     def _on_fallback(self, fallbacks: Sequence[Fallback]) -> None:
         if self._running is None:
