@@ -28,16 +28,17 @@ def drawer(
         values = [_argument(a) for a in flat]
         numbers = [v for v in values if not isinstance(v, _Constant)]
         geometry = sizes.evaluator([*layout.shape, *layout.stride(), *numbers])
-        steps.append((DRAWS[target], layout.dim(), layout.dtype, geometry, values, spec))
+        steps.append((DRAWS[target], node.meta["divisor"], layout.dim(), layout.dtype, geometry, values, spec))
 
     def draw(inputs: Sequence[Any]) -> list[torch.Tensor]:
         drawn = []
-        for function, rank, dtype, geometry, values, spec in steps:
+        for function, divisor, rank, dtype, geometry, values, spec in steps:
             found = geometry(inputs)
             rest = iter(found[2 * rank :])
             flat = [v.value if isinstance(v, _Constant) else next(rest) for v in values]
             args, kwargs = pytree.tree_unflatten(flat, spec)
-            drawn.append(function(found[:rank], found[rank : 2 * rank], dtype, device, *args, **kwargs))
+            tensor = function(found[:rank], found[rank : 2 * rank], dtype, device, *args, **kwargs)
+            drawn.append(tensor if divisor is None else tensor.div_(divisor))
         return drawn
 
     return draw

@@ -16,7 +16,7 @@ from torch import fx
 from lightning_ort.compiler.allocation import allocator
 from lightning_ort.compiler.lowering import GraphBuilder, NotLowered
 from lightning_ort.compiler.numbers import is_number
-from lightning_ort.compiler.passes import optimize
+from lightning_ort.compiler.passes import optimize, save_memory
 from lightning_ort.compiler.placement import Placement, Segment
 from lightning_ort.compiler.sizes import Sizes
 from lightning_ort.compiler.sources import source_line
@@ -174,6 +174,7 @@ class Plan:
             except NotLowered as reason:
                 raise _Rejected(_owner(node), str(reason)) from None
         model = optimize(builder.model(segment.outputs))
+        repeats = save_memory(model)
         live = {v.name for v in model.graph.inputs}
         inputs = [n for n in inputs if n.name in live]
         try:
@@ -183,6 +184,7 @@ class Plan:
                 self._device,
                 double=any(t.dtype == torch.float64 for n in segment.nodes for t in _tensors(n)),
                 small=operations(segment.nodes) < SMALL,
+                repeats=repeats,
             )
         except Exception as error:
             node = _blamed(str(error), by_name)

@@ -243,7 +243,10 @@ def _forget_aliases(graph: fx.Graph) -> None:
 
 
 def _draws_as_inputs(graph: fx.Graph) -> list[fx.Node]:
-    """Turn each random call into a placeholder that keeps the call in ``meta["draw"]``."""
+    """Turn each random call into a placeholder that keeps the call in ``meta["draw"]``.
+
+    ``meta["divisor"]`` is a number by which the drawn tensor is divided, or ``None``.
+    """
     draws: list[fx.Node] = []
     last = [n for n in graph.nodes if n.op == "placeholder"][-1] if graph.nodes else None
     for node in list(graph.nodes):
@@ -260,6 +263,22 @@ def _draws_as_inputs(graph: fx.Graph) -> list[fx.Node]:
         placeholder.meta["draw"] = (node.target, layout_of(node), node.args, node.kwargs)
         node.replace_all_uses_with(placeholder)
         graph.erase_node(node)
+        _divide_when_drawn(placeholder)
         draws.append(placeholder)
         last = placeholder
     return draws
+
+
+def _divide_when_drawn(draw: fx.Node) -> None:
+    """Let torch do what dropout does first, dividing its mask: otherwise the mask would lie in memory twice."""
+    draw.meta["divisor"] = None
+    if len(draw.users) != 1:
+        return
+    (user,) = draw.users
+    division = user.target in (torch.ops.aten.div.Tensor, torch.ops.aten.div.Scalar)
+    if division and user.args[0] is draw and isinstance(user.args[1], float):
+        if user.meta["val"].dtype != draw.meta["val"].dtype:
+            return
+        draw.meta["divisor"] = user.args[1]
+        user.replace_all_uses_with(draw)
+        draw.graph.erase_node(user)

@@ -23,6 +23,8 @@ _NEVER = ["DivMulFusion"]
 # The first keeps the factor of a product as a float, also where the matrices are doubles; the second makes an operator
 # that ONNX Runtime 1.19 has no double kernel for.
 _NOT_FOR_DOUBLES = ["MatMulScaleFusion", "MatmulTransposeFusion"]
+# It would keep a value for its second use where the graph computes it again.
+_WOULD_KEEP = ["CommonSubexpressionElimination"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +97,7 @@ class OrtSession:
         device: where all inputs and outputs live.
         double: the graph computes in float64.
         small: the graph is too little work for a second thread.
+        repeats: the graph computes values twice on purpose.
 
     Raises:
         ProviderError: the session did not get a provider that was asked for.
@@ -102,14 +105,22 @@ class OrtSession:
     """
 
     def __init__(
-        self, model: bytes, config: RuntimeConfig, device: torch.device, *, double: bool = False, small: bool = False
+        self,
+        model: bytes,
+        config: RuntimeConfig,
+        device: torch.device,
+        *,
+        double: bool = False,
+        small: bool = False,
+        repeats: bool = False,
     ) -> None:
         wanted = choose_providers(device, config.providers, config.provider_options)
+        disabled = _NEVER + (_NOT_FOR_DOUBLES if double else []) + (_WOULD_KEEP if repeats else [])
         self._session = onnxruntime.InferenceSession(
             model,
             config.make_session_options(threads=1 if small else None),
             providers=wanted,
-            disabled_optimizers=_NEVER + (_NOT_FOR_DOUBLES if double else []),
+            disabled_optimizers=disabled,
         )
         self._session.disable_fallback()
         got = self._session.get_providers()

@@ -6,9 +6,10 @@ import onnx_ir as ir
 from onnx_ir.passes import Sequential
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass, RemoveUnusedNodesPass
 
+from lightning_ort.compiler.passes.recompute import RecomputePass
 from lightning_ort.compiler.passes.unused_inputs import RemoveUnusedInputsPass
 
-__all__ = ["optimize"]
+__all__ = ["optimize", "save_memory"]
 
 _PASSES = Sequential(
     RemoveUnusedNodesPass(),
@@ -20,3 +21,8 @@ _PASSES = Sequential(
 def optimize(model: ir.Model) -> ir.Model:
     """All rewrites, in order; ONNX Runtime does its own after them."""
     return _PASSES(model).model
+
+
+def save_memory(model: ir.Model) -> bool:
+    """Whether ``model`` now computes some values twice on purpose, which ONNX Runtime must not undo."""
+    return RecomputePass()(model).modified
