@@ -14,10 +14,12 @@ from lightning_ort.strategy import ORTStrategy
 
 if TYPE_CHECKING:
     from lightning_ort import amp, optim
+    from lightning_ort.onnx_gradients import GradientGraphBuilder
     from lightning_ort.trainer import ORTTrainer, ORTTrainerOptions, TrainStepInfo
 
 __all__ = [
     "CompilationError",
+    "GradientGraphBuilder",
     "MismatchError",
     "ORTStrategy",
     "ORTTrainer",
@@ -35,6 +37,7 @@ __all__ = [
 # not needed by the strategy, and imported when they are asked for
 _MODULES = {"amp": "lightning_ort.amp", "optim": "lightning_ort.optim"}
 _CLASSES = dict.fromkeys(("ORTTrainer", "ORTTrainerOptions", "TrainStepInfo"), "lightning_ort.trainer")
+_CLASSES["GradientGraphBuilder"] = "lightning_ort.onnx_gradients"
 
 
 def __getattr__(name: str) -> Any:

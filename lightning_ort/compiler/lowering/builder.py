@@ -85,6 +85,10 @@ class GraphBuilder:
             return
         self._values[node] = self._initializer(tensor.detach().cpu().contiguous().numpy(), node.name)
 
+    def define(self, node: fx.Node, value: ir.Value) -> None:
+        """Give ``node`` a value that was written by hand."""
+        self._values[node] = value
+
     def lower(self, node: fx.Node) -> None:
         """Write the ATen call ``node``.
 

@@ -1,0 +1,110 @@
+"""The class that extends a forward ONNX graph by gradients."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import onnx_ir as ir
+
+from lightning_ort.onnx_gradients.inputs import input_infos
+from lightning_ort.onnx_gradients.joint import trace_joint
+from lightning_ort.onnx_gradients.writing import written
+from lightning_ort.onnx_reader import to_torch
+from lightning_ort.onnx_reader.load import Model, load
+
+__all__ = ["GradientGraphBuilder"]
+
+_EXTERNAL = 1_500_000_000
+"""bytes of weights from which on they get a file of their own; protobuf ends at 2 GB"""
+
+
+class GradientGraphBuilder:
+    """Makes the gradient graph of a forward graph, as the class of this name in ONNX Runtime's training API does.
+
+    Args:
+        model: the forward graph: serialized, a path, or an ``onnx.ModelProto``; opset 13 to 21.
+        y_names: outputs that are differentiated.
+        x_names: float initializers and graph inputs by which they are differentiated.
+        loss_name: the one of ``y_names`` whose own gradient is 1. The gradients of the others are inputs
+            ``<name>_grad`` of the result. An empty string makes all of them inputs.
+
+    The result has the inputs, outputs and (used) initializers of ``model`` under their names, and an output
+    ``<name>_grad`` for each of ``x_names``, shaped like it and zero where nothing depends on it. Its operators are
+    standard ones of opset 20. Dropout with a true ``training_mode`` and random operators draw other numbers at each
+    run of a session, the same for an output and its gradient; ``onnxruntime.set_seed`` sets where new sessions start.
+    New running statistics of a BatchNormalization in training mode are results only where they are outputs of
+    ``model``.
+
+    Raises:
+        FileNotFoundError, ValueError, TypeError: no such file, not an ONNX model, or a name that it does not have.
+        UnsupportedError: an operator that cannot be read, named with its node.
+    """
+
+    def __init__(self, model: Model, y_names: Iterable[str], x_names: Iterable[str], loss_name: str) -> None:
+        self._proto = load(model)
+        self._y_names, self._x_names = _names("y_names", y_names), _names("x_names", x_names)
+        self._loss_name = loss_name
+        _require("y_names", self._y_names, [o.name for o in self._proto.graph.output], "output")
+        sources = dict.fromkeys(i.name for i in [*self._proto.graph.initializer, *self._proto.graph.input])
+        _require("x_names", self._x_names, list(sources), "initializer or input")
+        if loss_name and loss_name not in self._y_names:
+            raise ValueError(f"loss_name {loss_name!r} is not one of y_names: {', '.join(self._y_names)}.")
+        self._model: ir.Model | None = None
+
+    def build(self) -> None:
+        """Make the gradient graph.
+
+        Raises:
+            ValueError: one of ``x_names`` is no float tensor.
+            UnsupportedError: a node whose value or gradient has no ONNX form, or a graph that holds for some sizes
+                only where the file says they vary.
+        """
+        module = to_torch(self._proto, [i.name for i in self._proto.graph.initializer if i.name in self._x_names])
+        incoming = [name for name in self._y_names if name != self._loss_name]
+        joint = trace_joint(module, input_infos(self._proto), self._y_names, incoming, self._x_names)
+        self._model = written(joint, self._proto)
+
+    def get_model(self) -> bytes:
+        """The gradient graph, serialized.
+
+        Raises:
+            RuntimeError: :meth:`build` has not been called.
+            ValueError: it is larger than 2 GB; :meth:`save` writes such a graph.
+        """
+        return ir.to_proto(self._built()).SerializeToString()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the gradient graph to ``path``; weights of more than 1.5 GB go to ``<path>.data`` beside it.
+
+        Raises:
+            RuntimeError: :meth:`build` has not been called.
+        """
+        model = self._built()
+        weights = [v.const_value for v in model.graph.initializers.values() if v.const_value is not None]
+        large = sum(w.nbytes for w in weights) > _EXTERNAL
+        ir.save(model, path, external_data=f"{Path(path).name}.data" if large else None)
+
+    def _built(self) -> ir.Model:
+        if self._model is None:
+            raise RuntimeError("The gradient graph does not exist yet; call build() first.")
+        return self._model
+
+
+def _names(argument: str, names: Iterable[str]) -> list[str]:
+    """Sorted, so that sets of the same names give the same graph."""
+    if isinstance(names, str):
+        raise TypeError(f"{argument} is the string {names!r}; expected a set of names, as in {{{names!r}}}.")
+    found = sorted(set(names))
+    if not found:
+        raise ValueError(f"{argument} is empty; expected at least one name.")
+    return found
+
+
+def _require(argument: str, names: Sequence[str], known: Sequence[str], kind: str) -> None:
+    missing = [n for n in names if n not in known]
+    if missing:
+        raise ValueError(
+            f"{argument}: the model has no {kind} {', '.join(map(repr, missing))}. It has: {', '.join(known)}."
+        )

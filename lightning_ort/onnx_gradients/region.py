@@ -1,0 +1,69 @@
+"""A forward module as a graph of its outputs, with everything it reads as an input."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from lightning_ort.onnx_reader import OnnxModule
+
+__all__ = ["Region", "region_of"]
+
+
+@dataclasses.dataclass
+class Region:
+    """``module`` takes the initializers, the graph inputs and the incoming gradients, in this order.
+
+    Its first result is the scalar whose derivative by the parameters and inputs is wanted: the sum of each
+    differentiated output times its incoming gradient. The outputs of the ONNX graph follow.
+
+    Attributes:
+        tensors: ONNX name to value, of the initializers that are read as tensors.
+    """
+
+    module: fx.GraphModule
+    tensors: dict[str, torch.Tensor]
+
+
+def region_of(module: OnnxModule, differentiated: Sequence[str], incoming: Sequence[str]) -> Region:
+    """The region of ``module``.
+
+    Args:
+        differentiated: outputs that are summed.
+        incoming: those of them whose gradient is an input; that of the others is 1.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    lifted: dict[str, fx.Node] = {}
+    for path, name in (module.parameter_names | module.buffer_names).items():
+        tensors[name] = operator.attrgetter(path)(module)
+        lifted[path] = graph.placeholder(f"tensor_{len(lifted)}")
+    for number, node in enumerate(n for n in module.graph.nodes if n.op == "placeholder"):
+        copies[node] = graph.placeholder(f"input_{number}")
+    weights = {name: graph.placeholder(f"incoming_{number}") for number, name in enumerate(incoming)}
+    for node in module.graph.nodes:
+        if node.op == "get_attr" and node.target in lifted:
+            copies[node] = lifted[str(node.target)]
+        elif node.op not in ("placeholder", "output"):
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            if "onnx_node" in node.meta:
+                # where the compiler looks for the user's line
+                copies[node].meta["stack_trace"] = f'File "ONNX", line 0, in graph\nnode {node.meta["onnx_node"]!r}'
+    results = [copies[n] for n in module.graph.output_node().args[0]]
+    outputs = dict(zip(module.output_names, results, strict=True))
+    total = graph.call_function(
+        _weighted_sum, ([outputs[n] for n in differentiated], [weights.get(n) for n in differentiated])
+    )
+    graph.output([total, *results])
+    return Region(fx.GraphModule(module, graph), tensors)
+
+
+def _weighted_sum(outputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    terms = [(o if w is None else o * w).sum() for o, w in zip(outputs, weights, strict=True)]
+    return functools.reduce(torch.add, terms)

@@ -1,0 +1,99 @@
+"""A traced graph as an ONNX model with the names of the file it came from."""
+
+from __future__ import annotations
+
+import onnx
+import onnx_ir as ir
+
+from lightning_ort.compiler.lowering import GraphBuilder, NotLowered
+from lightning_ort.compiler.passes import optimize
+from lightning_ort.compiler.sources import source_line
+from lightning_ort.errors import UnsupportedError
+from lightning_ort.onnx_gradients.draws import write_draw
+from lightning_ort.onnx_gradients.joint import GRAD, Joint
+
+__all__ = ["written"]
+
+
+def written(joint: Joint, proto: onnx.ModelProto) -> ir.Model:
+    """``joint`` as a model whose inputs, initializers and outputs are called as in ``proto``.
+
+    Raises:
+        UnsupportedError: a node of the ONNX file whose value or gradient has no ONNX form.
+    """
+    builder = GraphBuilder()
+    for node in joint.traced.graph.nodes:
+        try:
+            if node in joint.traced.draws:
+                write_draw(builder, node, joint.traced.inputs)
+            elif node.op == "placeholder":
+                builder.add_input(node)
+            elif node.op == "get_attr":
+                builder.add_initializer(node, getattr(joint.traced.module, str(node.target)))
+            elif node.op == "call_function":
+                builder.lower(node)
+        except NotLowered as reason:
+            place = source_line(node).rsplit(": ", 1)[-1] or str(node.target)
+            raise UnsupportedError(
+                f"The ONNX graph cannot be differentiated: value or gradient of {place} has no ONNX form: {reason}."
+            ) from None
+    model = optimize(builder.model(list(joint.results.values())))
+    for name, value in zip(joint.results, model.graph.outputs, strict=True):
+        value.name = name
+    _rename_inputs(model, {node.name: name for name, node in joint.inputs.items()})
+    for value in list(model.graph.inputs):
+        tensor = joint.tensors.get(str(value.name))
+        if tensor is not None:
+            model.graph.inputs.remove(value)
+            value.const_value = ir.Tensor(tensor.detach().contiguous().numpy(), name=value.name)
+            model.graph.register_initializer(value)
+    _restore_inputs(model, proto)
+    _declare_outputs(model, proto, joint)
+    return model
+
+
+def _rename_inputs(model: ir.Model, names: dict[str, str]) -> None:
+    """Give the inputs of ``model`` their ONNX names; values inside that have such a name make way."""
+    taken = set(names.values()) | {str(o.name) for o in model.graph.outputs}
+    inside = [v for node in model.graph for v in node.outputs if not v.is_graph_output()]
+    for value in inside:
+        if value.name in taken:
+            value.name = f"{value.name}_inside"
+    for value in list(model.graph.initializers.values()):
+        if value.name in taken:
+            del model.graph.initializers[str(value.name)]
+            value.name = f"{value.name}_inside"
+            model.graph.register_initializer(value)
+    for value in model.graph.inputs:
+        value.name = names[str(value.name)]
+
+
+def _restore_inputs(model: ir.Model, proto: onnx.ModelProto) -> None:
+    """Inputs as the file declares them, also those that nothing reads, then the gradients that come in."""
+    found = {v.name: v for v in model.graph.inputs}
+    model.graph.inputs.clear()
+    initializers = {i.name for i in proto.graph.initializer}
+    for info in proto.graph.input:
+        if info.name not in initializers:
+            value = found.pop(info.name, None) or ir.Value(name=info.name)
+            _declare(value, info)
+            model.graph.inputs.append(value)
+    model.graph.inputs.extend(found.values())
+
+
+def _declare_outputs(model: ir.Model, proto: onnx.ModelProto, joint: Joint) -> None:
+    """Outputs as the file declares them, gradients like that of which they are the gradient."""
+    declared = {o.name: o for o in proto.graph.output}
+    shapes = {f"{v.name}{GRAD}": v.shape for v in model.graph.inputs}
+    shapes |= {f"{name}{GRAD}": ir.Shape(tensor.shape) for name, tensor in joint.tensors.items()}
+    for value in model.graph.outputs:
+        name = str(value.name)
+        if name in declared:
+            _declare(value, declared[name])
+        else:
+            value.shape = shapes[name]
+
+
+def _declare(value: ir.Value, info: onnx.ValueInfoProto) -> None:
+    declared = ir.serde.deserialize_value_info_proto(info, None)
+    value.type, value.shape = declared.type, declared.shape

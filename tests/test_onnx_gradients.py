@@ -1,0 +1,223 @@
+"""Gradient graphs of ONNX files, run by ONNX Runtime, against torch, and against the wheel's builder where it works."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx_exports import EXPORTS, Export
+from torch import Tensor, nn
+
+from lightning_ort import GradientGraphBuilder, UnsupportedError
+from lightning_ort.onnx_reader import to_torch
+
+
+def parse(text: str, opset: int = 17, **initializers: np.ndarray) -> onnx.ModelProto:
+    model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : {opset}]> {text}')
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(a, n) for n, a in initializers.items())
+    return model
+
+
+def floats(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def run(model: bytes, feed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    return dict(zip([o.name for o in session.get_outputs()], session.run(None, feed), strict=True))
+
+
+def gradient_model(model: Any, y: set[str], x: set[str], loss: str) -> bytes:
+    builder = GradientGraphBuilder(model, y, x, loss)
+    builder.build()
+    return builder.get_model()
+
+
+@pytest.fixture(scope="module", params=EXPORTS)
+def exported(request: pytest.FixtureRequest) -> tuple[Export, nn.Module, bytes]:
+    export = EXPORTS[request.param]
+    module = export.make()
+    module.train(not export.dynamo)
+    return export, module, export.write(module)
+
+
+def test_gradients_of_exported_modules_are_torchs(exported: tuple[Export, nn.Module, bytes]) -> None:
+    export, module, data = exported
+    reader = to_torch(data)
+    names = set(reader.parameter_names.values())
+    floating = {n for n, x in zip(reader.input_names, export.inputs(2), strict=True) if x.is_floating_point()}
+    model = gradient_model(data, {"loss"}, names | floating, "loss")
+    for batch in (7, 1) if not isinstance(module, EXPORTS["conv"].module) else (7, 2):
+        inputs = [x.requires_grad_() if x.is_floating_point() else x for x in export.inputs(batch)]
+        results = run(model, {n: x.detach().numpy() for n, x in zip(reader.input_names, inputs, strict=True)})
+        module.zero_grad()
+        loss = module(*inputs)
+        loss.backward()
+        assert results["loss"].item() == pytest.approx(loss.item(), rel=1e-5)
+        expected: dict[str, Tensor | None] = {n: p.grad for n, p in module.named_parameters()}
+        expected |= {n: x.grad for n, x in zip(reader.input_names, inputs, strict=True)}
+        for name in floating | (names & set(expected)):
+            gradient = expected[name]
+            assert gradient is not None
+            torch.testing.assert_close(torch.from_numpy(results[f"{name}_grad"]), gradient, rtol=1e-4, atol=1e-6)
+        # weights that the exporter has stored in another form have other names
+        total = np.sqrt(sum((results[f"{n}_grad"] ** 2).sum() for n in names))
+        norm = torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]).norm()
+        assert total == pytest.approx(norm.item(), rel=1e-4)
+
+
+MLP = """g (float[N,3] x, int64[N] t) => (float loss, float[N,4] scores) {
+    h = Gemm(x, w, b) r = Relu(h) scores = MatMul(r, v) loss, logp = SoftmaxCrossEntropyLoss(scores, t) }"""
+
+
+def mlp() -> onnx.ModelProto:
+    return parse(MLP, w=floats(3, 5), b=floats(5, seed=1), v=floats(5, 4, seed=2))
+
+
+FEED = {"x": floats(6, 3, seed=3), "t": np.array([0, 1, 2, 3, 3, 0])}
+
+
+def test_gradients_equal_those_of_the_wheels_builder() -> None:
+    wheel = getattr(onnxruntime.capi._pybind_state, "GradientGraphBuilder", None)
+    if wheel is None:
+        pytest.skip("the training build of ONNX Runtime is not installed")
+    arguments = ({"loss"}, {"w", "b", "v", "x"}, "loss")
+    theirs = wheel(mlp().SerializeToString(), *arguments)
+    theirs.build()
+    expected = run(theirs.get_model(), FEED)
+    results = run(gradient_model(mlp(), *arguments), FEED)
+    assert results.keys() == expected.keys()
+    for name in expected:
+        np.testing.assert_allclose(results[name], expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_the_graph_keeps_the_names_of_the_file_and_saves_what_it_returns(tmp_path: Path) -> None:
+    builder = GradientGraphBuilder(mlp(), {"loss"}, ["v", "x"], "loss")
+    with pytest.raises(RuntimeError, match=r"does not exist yet; call build\(\) first"):
+        builder.get_model()
+    builder.build()
+    model = onnx.load_model_from_string(builder.get_model())
+    onnx.checker.check_model(model, full_check=True)
+    assert [i.name for i in model.graph.input] == ["x", "t"]
+    assert [o.name for o in model.graph.output] == ["loss", "scores", "v_grad", "x_grad"]
+    assert {"w", "b", "v"} <= {i.name for i in model.graph.initializer}
+    assert all(not node.domain for node in model.graph.node)
+    builder.save(tmp_path / "g.onnx")
+    assert onnx.load(str(tmp_path / "g.onnx")) == model
+
+
+def test_gradients_of_other_outputs_come_in() -> None:
+    model = gradient_model(mlp(), {"loss", "scores"}, {"w", "x"}, "loss")
+    weight = floats(6, 4, seed=5)
+    results = run(model, FEED | {"scores_grad": weight})
+    reader = to_torch(mlp(), ["w"])
+    x = torch.from_numpy(FEED["x"]).requires_grad_()
+    loss, scores = reader(x, torch.from_numpy(FEED["t"]))
+    (loss + (scores * torch.from_numpy(weight)).sum()).backward()
+    torch.testing.assert_close(torch.from_numpy(results["w_grad"]), reader.w.grad)
+    torch.testing.assert_close(torch.from_numpy(results["x_grad"]), x.grad)
+    alone = run(gradient_model(mlp(), {"loss"}, {"w"}, ""), FEED | {"loss_grad": np.array(2, np.float32)})
+    plain = run(gradient_model(mlp(), {"loss"}, {"w"}, "loss"), FEED)
+    np.testing.assert_allclose(alone["w_grad"], 2 * plain["w_grad"], rtol=1e-5)
+
+
+def test_what_nothing_depends_on_has_a_gradient_of_zero() -> None:
+    model = parse("g (float[2] x, float[3] u) => (float y) { s = Mul(x, w) y = ReduceSum<keepdims=0>(s) }",
+                  w=floats(2), q=floats(2, 2))  # fmt: skip
+    results = run(gradient_model(model, {"y"}, {"x", "u", "w", "q"}, "y"), {"x": floats(2), "u": floats(3)})
+    assert not results["u_grad"].any() and results["u_grad"].shape == (3,)
+    assert not results["q_grad"].any() and results["q_grad"].shape == (2, 2)
+    np.testing.assert_array_equal(results["w_grad"], floats(2))
+
+
+def test_dropout_draws_in_the_graph_the_same_for_value_and_gradient() -> None:
+    model = parse("""g (float[N,50] x) => (float[N,50] y) {
+        r = Constant<value = float {0.25}>() t = Constant<value = bool {1}>() y = Dropout(x, r, t) }""")
+    data = gradient_model(model, {"y"}, {"x"}, "y")
+    x = np.ones((40, 50), np.float32)
+    session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
+    names = [o.name for o in session.get_outputs()]
+    first, second = (dict(zip(names, session.run(None, {"x": x}), strict=True)) for _ in range(2))
+    for results in (first, second):
+        np.testing.assert_allclose(results["y"], results["x_grad"])
+        assert (results["y"] == 0).mean() == pytest.approx(0.25, abs=0.04)
+        assert results["y"].max() == pytest.approx(4 / 3)
+    assert (first["y"] != second["y"]).any()
+
+
+@pytest.mark.parametrize("distribution", ["RandomNormalLike<scale=2.0>", "RandomUniformLike<low=-3.0>"])
+def test_random_operators_draw_in_the_graph(distribution: str) -> None:
+    model = parse(f"g (float[N,M] x) => (float[N,M] y) {{ n = {distribution}(x) y = Mul(x, n) }}")
+    results = run(gradient_model(model, {"y"}, {"x"}, "y"), {"x": np.full((30, 20), 3, np.float32)})
+    np.testing.assert_allclose(results["y"], 3 * results["x_grad"], rtol=1e-5)
+    assert results["x_grad"].std() == pytest.approx(2 if "Normal" in distribution else 4 / 12**0.5, rel=0.15)
+
+
+def test_running_statistics_are_outputs_where_the_file_gives_them_out() -> None:
+    text = """g (float[N,3] x) => (float[N,3] y, float[3] m) {
+        y, m, v = BatchNormalization<training_mode=1, momentum=0.8>(x, s, b, mean, var) }"""
+    ones, zeros = np.ones(3, np.float32), np.zeros(3, np.float32)
+    model = parse(text, s=ones, b=zeros, mean=zeros, var=ones)
+    x = floats(8, 3) + 1
+    results = run(gradient_model(model, {"y"}, {"b"}, "y"), {"x": x})
+    np.testing.assert_allclose(results["m"], 0.2 * x.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(results["b_grad"], np.full(3, 8), rtol=1e-5)
+
+
+def test_sizes_that_must_be_divisible_stay_open() -> None:
+    text = """g (float[N,6] x) => (float[M,12] y) {
+        s = Constant<value = int64[2] {-1, 12}>() z = Reshape(x, s) y = Sigmoid(z) }"""
+    data = gradient_model(parse(text), {"y"}, {"x"}, "y")
+    for rows in (2, 10):
+        x = floats(rows, 6)
+        share = 1 / (1 + np.exp(-x))
+        np.testing.assert_allclose(run(data, {"x": x})["x_grad"], share * (1 - share), rtol=1e-4, atol=1e-7)
+
+
+def test_graphs_that_depend_on_a_varying_size_are_refused() -> None:
+    text = """g (float[1,1,H] x) => (float[1,1,K] y) {
+        y = Conv<auto_pad="SAME_UPPER", strides=[2], kernel_shape=[3]>(x, w) }"""
+    builder = GradientGraphBuilder(parse(text, w=floats(1, 1, 3)), {"y"}, {"x"}, "y")
+    with pytest.raises(UnsupportedError, match=r"what it computes depends on H. Declare these sizes"):
+        builder.build()
+
+
+def test_graphs_whose_operators_fix_a_varying_size_are_refused() -> None:
+    text = "g (float[N,3] x, float[4,3] z) => (float[4,3] y) { y = Add(x, z) }"
+    builder = GradientGraphBuilder(parse(text), {"y"}, {"x"}, "y")
+    with pytest.raises(UnsupportedError, match="cannot be differentiated"):
+        builder.build()
+
+
+def test_what_has_no_gradient_is_named_before_anything_is_built() -> None:
+    with pytest.raises(UnsupportedError, match=r"Det \(node 'd'\)"):
+        GradientGraphBuilder(parse("g (float[2,2] x) => (float d) { d = Det(x) }"), {"d"}, {"x"}, "d")
+    model = parse("g (float[4] x) => (float[N] y) { i = NonZero(x) j = Squeeze(i) y = Gather(x, j) }")
+    builder = GradientGraphBuilder(model, {"y"}, {"x"}, "y")
+    with pytest.raises(UnsupportedError, match=r"value or gradient of node 'i' has no ONNX form"):
+        builder.build()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (({"q"}, {"w"}, ""), r"y_names: the model has no output 'q'\. It has: loss, scores"),
+        (({"loss"}, {"q"}, "loss"), r"x_names: the model has no initializer or input 'q'\. It has: w, b, v, x, t"),
+        (({"loss"}, {"w"}, "scores"), r"loss_name 'scores' is not one of y_names: loss"),
+        ((set(), {"w"}, ""), r"y_names is empty"),
+        (({"loss"}, {"t"}, "loss"), r"'t' is torch\.int64; only floating-point tensors have gradients"),
+    ],
+)
+def test_wrong_names_are_refused(arguments: tuple[set[str], set[str], str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GradientGraphBuilder(mlp(), *arguments).build()
+    with pytest.raises(TypeError, match=r"y_names is the string 'loss'; expected a set of names, as in \{'loss'\}"):
+        GradientGraphBuilder(mlp(), "loss", {"w"}, "loss")
