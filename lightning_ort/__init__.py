@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_ort._version import __version__
 from lightning_ort.errors import CompilationError, MismatchError, ProviderError, UnsupportedError
+from lightning_ort.precision import ORTPrecision
 from lightning_ort.report import Report, StepReport
 from lightning_ort.strategy import ORTStrategy
 
@@ -21,6 +22,7 @@ __all__ = [
     "CompilationError",
     "GradientGraphBuilder",
     "MismatchError",
+    "ORTPrecision",
     "ORTStrategy",
     "ORTTrainer",
     "ORTTrainerOptions",

@@ -10,13 +10,14 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.fabric.utilities.types import _DEVICE
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import DoublePrecision, Precision
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ort.environment import require_onnxruntime
+from lightning_ort.precision import ORTPrecision
 from lightning_ort.report import Report
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ class ORTStrategy(SingleDeviceStrategy):
         accelerator: filled in by the Trainer.
         parallel_devices: filled in by the Trainer; more than one is refused.
         checkpoint_io: how checkpoints are written.
-        precision_plugin: ``"32-true"`` or ``"64-true"``.
+        precision_plugin: an :class:`~lightning_ort.ORTPrecision`, or one of Lightning's own for full, half, double or
+            mixed precision (the last is replaced by the former); filled in by the Trainer.
         providers: execution providers in order of preference, as ONNX Runtime names them; by default
             ``CPUExecutionProvider`` or ``CUDAExecutionProvider``, whichever belongs to the device.
         provider_options: one mapping per provider, or a mapping from provider name to its options.
@@ -54,7 +56,7 @@ class ORTStrategy(SingleDeviceStrategy):
         OnnxRuntimeImportError: no ONNX Runtime is installed, or several, or one older than 1.19.
         ProviderError: this ONNX Runtime lacks one of ``providers``.
         MisconfigurationException: the Trainer asks for what this strategy does not do (several devices or nodes,
-            16-bit precision, ``sync_batchnorm``).
+            the precision of another library, ``sync_batchnorm``).
     """
 
     strategy_name = "ort"
@@ -136,11 +138,17 @@ class ORTStrategy(SingleDeviceStrategy):
     @precision_plugin.setter
     @override
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        if precision_plugin is not None and type(precision_plugin) not in (Precision, DoublePrecision):
+        own = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
+        if not (
+            precision_plugin is None or isinstance(precision_plugin, ORTPrecision) or type(precision_plugin) in own
+        ):
             raise MisconfigurationException(
-                f"strategy='ort' computes in precision='32-true' or '64-true', but the Trainer was given "
-                f"precision={precision_plugin.precision!r} ({type(precision_plugin).__name__})."
+                "strategy='ort' computes in precision='32-true', '64-true', '16-mixed', 'bf16-mixed', '16-true' or "
+                f"'bf16-true', but the Trainer was given precision={precision_plugin.precision!r} "
+                f"({type(precision_plugin).__name__}). Use one of these, or plugins=[ORTPrecision(...)]."
             )
+        if type(precision_plugin) is MixedPrecision:
+            precision_plugin = ORTPrecision.replacing(precision_plugin)
         self._precision_plugin = precision_plugin
 
     # -- life cycle -----------------------------------------------------------------------------------------------
@@ -156,7 +164,10 @@ class ORTStrategy(SingleDeviceStrategy):
         super().setup(trainer)
         assert self.lightning_module is not None
         if self._steps is None or self._steps.module is not self.lightning_module:
-            backend = ORTBackend(self._config, on_unsupported=self._on_unsupported, verify=self._verify)
+            scaling = getattr(self.precision_plugin, "scaling", None)
+            backend = ORTBackend(
+                self._config, on_unsupported=self._on_unsupported, verify=self._verify, scaling=scaling
+            )
             self._steps = CompiledSteps(self.lightning_module, backend, self._report)
         self._steps.install()
 

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from lightning.pytorch.plugins import Precision
 from modules import Regressor, curve
 from parity import STRATEGY, assert_same_state, make_trainer, quiet, state_of
 
@@ -14,7 +15,7 @@ if STRATEGY != "ort":
 
 import onnxruntime
 
-from lightning_ort import ORTStrategy
+from lightning_ort import ORTPrecision, ORTStrategy
 
 
 class Prepared(Regressor):
@@ -79,17 +80,40 @@ def test_sync_batchnorm():
     assert_refused(r"sync_batchnorm", sync_batchnorm=True)
 
 
-@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "16-true", "bf16-true", "transformer-engine"])
-@pytest.mark.filterwarnings("ignore:.*16-mixed.*")
-def test_precision(precision):
-    """Lightning turns 16-mixed into bf16-mixed on the CPU before a strategy can see it."""
-    assert_refused(r"(?i)precision|bf16|16-|transformer.engine", precision=precision)
+def test_precision():
+    assert_refused(r"(?i)precision|transformer.engine", precision="transformer-engine")
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-true"])
-def test_precision_by_object(precision):
-    error = assert_refused(r"precision", precision=precision, strategy=ORTStrategy())
-    assert precision in str(error)
+class Foreign(Precision):
+    """Of another library."""
+
+    precision = "8-mixed"
+
+
+@pytest.mark.parametrize("strategy", ["ort", ORTStrategy()])
+def test_foreign_precision(strategy):
+    error = assert_refused(r"precision", plugins=[Foreign()], strategy=strategy)
+    assert "'8-mixed' (Foreign)" in str(error) and "'bf16-mixed'" in str(error)
+
+
+def test_scaled_lbfgs():
+    """One of its steps computes the loss several times, and cannot be left out afterwards."""
+
+    class Quasi(Prepared):
+        def __init__(self):
+            super().__init__()
+            self.optimizer = torch.optim.LBFGS(self.parameters())
+
+    module = Quasi()
+    state = state_of(module)
+    with quiet(), pytest.raises(Exception, match=r"LBFGS.*'bf16-mixed'"):
+        make_trainer(plugins=[ORTPrecision("16-mixed")]).fit(module, curve())
+    assert_same_state(state, state_of(module), 0)
+    assert module.steps == 0, "training had begun"
+
+
+def test_precision_for_another_strategy():
+    assert_refused(r"strategy='ort'", plugins=[ORTPrecision("bf16-mixed")], strategy="auto")
 
 
 @pytest.mark.parametrize("provider", ["CUDAExecutionProvider", "TensorrtExecutionProvider", "NoSuchProvider"])

@@ -40,7 +40,9 @@ class LossStep(torch.autograd.Function):
         ctx.region, ctx.loss = region, region.loss_output
         ctx.rng = ForkedRNG.state(region.device) if region.has_draws else None
         _keep(ctx, args)
-        outputs, ctx.gradients = region.run_loss(args)
+        outputs, ctx.gradients, ctx.finite = region.run_loss(args)
+        if ctx.finite is not None:
+            ctx.scale = region.scaling.scale
         ctx.positions = region.outputs_by_position
         if region.not_differentiable:
             ctx.mark_non_differentiable(*[outputs[i] for i in region.not_differentiable])
@@ -62,9 +64,25 @@ class LossStep(torch.autograd.Function):
         factor: Any = arrived[ctx.loss]
         if factor.device.type == "cpu":
             factor = factor.item()
-        if not (isinstance(factor, float) and factor == 1.0):
-            torch._foreach_mul_([g for g in gradients if g is not None], factor)
+        if ctx.finite is None:
+            _multiply([g for g in gradients if g is not None], factor)
+        else:
+            _multiply([g for g in gradients if g is not None and g.dtype.itemsize >= 4], factor)
+            # those are still scaled
+            _multiply([g for g in gradients if g is not None and g.dtype.itemsize < 4], factor / ctx.scale)
+            ctx.region.scaling.note(ctx.finite, _parameters(ctx))
         return (None, None, *gradients)
+
+
+def _multiply(gradients: list[torch.Tensor], factor: Any) -> None:
+    if gradients and not (isinstance(factor, float) and factor == 1.0):
+        torch._foreach_mul_(gradients, factor)
+
+
+def _parameters(ctx: Any) -> list[torch.Tensor]:
+    """Those whose gradients the region computes."""
+    inputs = _kept(ctx)
+    return [inputs[i] for i in ctx.region.wanted if isinstance(inputs[i], torch.nn.Parameter)]
 
 
 class PairStep(torch.autograd.Function):
@@ -105,7 +123,7 @@ class PairStep(torch.autograd.Function):
             tangents.append(gradient)
         found = region.run_backward(ctx.pair, kept, tangents)
         if not ctx.pair.verified:
-            region.check_backward(_kept(ctx), ctx.rng, arrived, found, ctx.pair.backward.half)
+            region.first_run.check_backward(_kept(ctx), ctx.rng, arrived, found, ctx.pair.backward.half)
             ctx.pair.verified = True
         region.learn_from(arrived)
         return (None, None, None, *found)

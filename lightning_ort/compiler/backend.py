@@ -12,6 +12,7 @@ from torch import fx
 from lightning_ort.compiler.executable import Executable
 from lightning_ort.compiler.plan import Fallback
 from lightning_ort.compiler.region import Region
+from lightning_ort.compiler.scaling import LossScaling
 from lightning_ort.compiler.sources import source_line
 from lightning_ort.compiler.trace import Untraceable
 from lightning_ort.environment import require_onnxruntime
@@ -33,6 +34,7 @@ class ORTBackend:
         on_unsupported: ``"torch"`` runs in torch what ONNX Runtime cannot, ``"error"`` raises
             :class:`~lightning_ort.errors.UnsupportedError` instead, when the step is called.
         verify: check the first run of each graph against torch.
+        scaling: the scale of the losses of graphs that compute gradients, against underflow in 16 bits.
         on_graph: called with each executable graph after it was compiled.
         on_fallback: called with the operators of one region that run in torch.
     """
@@ -40,6 +42,7 @@ class ORTBackend:
     config: RuntimeConfig = dataclasses.field(default_factory=RuntimeConfig)
     on_unsupported: OnUnsupported = "torch"
     verify: bool = True
+    scaling: LossScaling | None = None
     on_graph: Callable[[Executable], None] = lambda executable: None
     on_fallback: Callable[[Sequence[Fallback]], None] = lambda fallbacks: None
 
@@ -50,7 +53,15 @@ class ORTBackend:
         try:
             device = _device(graph, example_inputs)
             choose_providers(device, self.config.providers, self.config.provider_options)
-            return Region(graph, example_inputs, self.config, device, verify=self.verify, on_compiled=self._compiled)
+            return Region(
+                graph,
+                example_inputs,
+                self.config,
+                device,
+                scaling=self.scaling,
+                verify=self.verify,
+                on_compiled=self._compiled,
+            )
         except Untraceable as reason:
             lines = [source_line(n) for n in graph.graph.nodes if n.op == "call_function"]
             fallback = Fallback("the whole region", str(reason), lines[-1] if lines else "")

@@ -41,6 +41,7 @@ class Executable:
             output as well, is marked by ``shared``.
         shared: input numbers whose gradient must be copied before it is handed out.
         widened: how many 16-bit operators compute in float32.
+        finite: position of the bool scalar that says whether all gradients are finite, where the loss is scaled.
         half: the 16-bit types that the graph rounds to.
     """
 
@@ -53,7 +54,8 @@ class Executable:
         inputs = [*traced.inputs, *traced.tangents.values(), *traced.draws]
         tensors = [o for o in traced.outputs if isinstance(o, fx.Node) and not is_number(o)]
         gradients = {i: g for i, g in traced.gradients.items() if isinstance(g, fx.Node)}
-        others = list(dict.fromkeys([*tensors, *extra, *traced.updates.values()]))
+        flags = [traced.finite] if traced.finite is not None else []
+        others = list(dict.fromkeys([*tensors, *extra, *traced.updates.values(), *flags]))
         own = [g for g in dict.fromkeys(gradients.values()) if g not in others]
         results = [*others, *own]
         position = {n: i for i, n in enumerate(results)}
@@ -71,6 +73,7 @@ class Executable:
         self.has_numbers = any(is_number(o) if isinstance(o, fx.Node) else o is not None for o in traced.outputs)
         self.outputs = [position[o] if isinstance(o, fx.Node) and not is_number(o) else None for o in traced.outputs]
         self.extra = [position[n] for n in extra]
+        self.finite = position[traced.finite] if traced.finite is not None else None
         self.updates = [(i, position[n]) for i, n in traced.updates.items()]
         self.gradients = [(i, position[g]) for i, g in gradients.items()]
         seen: set[int] = set(range(len(others)))

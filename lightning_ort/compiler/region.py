@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +12,14 @@ from torch import fx
 from torch._guards import TracingContext, tracing
 
 from lightning_ort.compiler.autograd import LossStep, PairStep
-from lightning_ort.compiler.checking import ForkedRNG, Results, compare, evaluate
+from lightning_ort.compiler.checking import ForkedRNG
 from lightning_ort.compiler.executable import Executable
+from lightning_ort.compiler.first_run import FirstRun, Incoming
 from lightning_ort.compiler.layout import OutputLayout
 from lightning_ort.compiler.partition import split
+from lightning_ort.compiler.scaling import LossScaling
 from lightning_ort.compiler.surroundings import Surroundings
 from lightning_ort.compiler.trace import Derivative, Traced, Untraceable, fake_inputs, trace
-from lightning_ort.errors import MismatchError
-from lightning_ort.runtime.memory import release_free_memory
 from lightning_ort.runtime.session import RuntimeConfig
 
 __all__ = ["Pair", "Region"]
@@ -47,6 +46,7 @@ class Region:
         example_inputs: what Dynamo passed with it.
         config: how sessions are made.
         device: where all tensors live.
+        scaling: the scale of losses, if they are scaled.
         verify: check the first run of each graph against torch.
         on_compiled: called with each :class:`Executable` after it was compiled.
 
@@ -55,6 +55,7 @@ class Region:
 
     Attributes:
         wanted: numbers of the inputs that want a gradient.
+        first_run: checks graphs against torch.
         loss_output: number of the output whose gradients a run computes along with the outputs.
         has_draws: whether a run advances torch's random state.
         outputs_by_position: position among the tensors of a run to the number of the differentiable output it is.
@@ -68,21 +69,21 @@ class Region:
         config: RuntimeConfig,
         device: torch.device,
         *,
+        scaling: LossScaling | None = None,
         verify: bool,
         on_compiled: Callable[[Executable], None],
     ) -> None:
-        self.graph, self.device = graph, device
+        self.graph, self.device, self.scaling = graph, device, scaling
         self._config, self._verify, self._on_compiled = config, verify, on_compiled
         self._fakes = fake_inputs(graph, example_inputs)
         self._surroundings = Surroundings.present()
         self._context = TracingContext.get()
         self._layout = OutputLayout(graph)
-        self._names = _names(graph)
         self.wanted = [i for i, x in enumerate(self._fakes) if isinstance(x, torch.Tensor) and x.requires_grad]
         self._loss: Executable | None = None
         self._pair: Pair | None = None
         self._plain: Executable | None = None
-        self._verified: set[int] = set()
+        self.first_run = FirstRun(graph, self.wanted, device, self._surroundings)
         differentiable = self._layout.differentiable
         if differentiable and not (self.wanted and torch.is_grad_enabled()):
             raise Untraceable("it makes a tensor that requires a gradient, or switches gradients on")
@@ -125,7 +126,8 @@ class Region:
         self._arranged_as(self._pair.forward)
 
     def _trace(self, derivative: Derivative, differentiated: Sequence[int]) -> Traced:
-        traced = trace(self.graph, self._fakes, derivative, differentiated, self._surroundings)
+        scaled = self.scaling is not None and derivative is Derivative.LOSS
+        traced = trace(self.graph, self._fakes, derivative, differentiated, self._surroundings, scaled=scaled)
         traced.outputs = [None if i in self._layout.views else o for i, o in enumerate(traced.outputs)]
         self.has_draws = bool(traced.draws)
         return traced
@@ -172,12 +174,19 @@ class Region:
     def _unique(self, results: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         return results[: self._layout.n_unique]
 
-    def run_loss(self, args: Sequence[Any]) -> tuple[Sequence[torch.Tensor], list[torch.Tensor | None]]:
-        """Outputs, and the gradients of the loss by the inputs in :attr:`wanted`."""
+    def run_loss(
+        self, args: Sequence[Any]
+    ) -> tuple[Sequence[torch.Tensor], list[torch.Tensor | None], torch.Tensor | None]:
+        """Outputs, the gradients of the loss by the inputs in :attr:`wanted`, and whether all of those are finite.
+
+        Where losses are not scaled, the latter is ``None``; where they are, gradients of 16-bit inputs stay scaled.
+        """
         assert self._loss is not None
         executable = self._loss
-        results = self._execute(executable, args, {self.loss_output: None})
-        return self._unique(results), gradients_of(executable, results, self.wanted)
+        scale = None if self.scaling is None else self.scaling.tensor(self.device)
+        results = self._execute(executable, args, {self.loss_output: None}, scale)
+        finite = None if executable.finite is None else results[executable.finite]
+        return self._unique(results), gradients_of(executable, results, self.wanted), finite
 
     def run_forward(self, pair: Pair, args: Sequence[Any]) -> tuple[Sequence[torch.Tensor], list[Any]]:
         """Outputs, and what the backward graph keeps."""
@@ -192,80 +201,20 @@ class Region:
         results = pair.backward.run([*kept, *incoming])
         return gradients_of(pair.backward, results, self.wanted)
 
-    def _execute(self, executable: Executable, args: Sequence[Any], incoming: Mapping[int, Any]) -> list[torch.Tensor]:
-        if self._verify and id(executable) not in self._verified:
-            results = self._execute_verified(executable, args, incoming)
-            self._verified.add(id(executable))
+    def _execute(
+        self, executable: Executable, args: Sequence[Any], incoming: Incoming, scale: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
+        if self._verify and self.first_run.is_due(executable):
+            results = self.first_run.run(executable, args, incoming, scale)
         else:
-            results = executable.run(args)
+            results = executable.run(args if scale is None else [*args, scale])
         if executable.updates:
             with torch.no_grad():
                 for i, position in executable.updates:
                     args[i].copy_(results[position])
         return results
 
-    # -- checks and recomputation ---------------------------------------------------------------------------------
-
-    def _execute_verified(
-        self, executable: Executable, args: Sequence[Any], incoming: Mapping[int, Any]
-    ) -> list[torch.Tensor]:
-        start = ForkedRNG.state(self.device)
-        with ForkedRNG(self.device):
-            reference = evaluate(self.graph, args, incoming, self.wanted, surroundings=self._surroundings)
-            end = ForkedRNG.state(self.device)
-        release_free_memory()
-        results = executable.run(args)
-        try:
-            if not all(torch.equal(a, b) for a, b in zip(end, ForkedRNG.state(self.device), strict=True)):
-                raise MismatchError("the step draws other random numbers in ONNX Runtime than in torch")
-            reference.outputs = {i: o for i, o in reference.outputs.items() if executable.outputs[i] is not None}
-            got = Results(
-                {i: results[p] for i, p in enumerate(executable.outputs) if p is not None},
-                {i: results[p] for i, p in executable.gradients},
-                {i: results[p] for i, p in executable.updates},
-            )
-            precise = functools.partial(self._precise, args, incoming, start)
-            compare(got, reference, self._names, precise, executable.half)
-        except MismatchError:
-            ForkedRNG(self.device).restore(start)
-            raise
-        del reference, got
-        release_free_memory()
-        return results
-
-    def _precise(
-        self, args: Sequence[Any], incoming: Mapping[int, Any], start: Sequence[torch.Tensor]
-    ) -> Results | None:
-        """The same in float64, or ``None`` where the graph does not allow that."""
-        with ForkedRNG(self.device, start):
-            try:
-                return evaluate(
-                    self.graph, args, incoming, self.wanted, dtype=torch.float64, surroundings=self._surroundings
-                )
-            except (RuntimeError, TypeError, ValueError):
-                return None
-
-    # a gradient asked for between two regions arrives while Dynamo watches, which must not compile the graph again
-    @torch.compiler.disable
-    def check_backward(
-        self,
-        args: Sequence[Any],
-        start: Any,
-        incoming: Mapping[int, torch.Tensor],
-        got: Sequence[torch.Tensor | None],
-        half: Collection[torch.dtype],
-    ) -> None:
-        """Compare the first gradients of a backward graph, which rounds to the types ``half``, with torch's."""
-        with ForkedRNG(self.device, start):
-            reference = evaluate(self.graph, args, incoming, self.wanted, surroundings=self._surroundings)
-        found = {i: g for i, g in zip(self.wanted, got, strict=True) if g is not None}
-        compare(
-            Results({}, found, {}),
-            Results({}, reference.gradients, {}),
-            self._names,
-            functools.partial(self._precise, args, incoming, start),
-            half,
-        )
+    # -- recomputation ---------------------------------------------------------------------------------------------
 
     @torch.compiler.disable
     def recompute(
@@ -274,8 +223,13 @@ class Region:
         """Gradients by torch, from the inputs of a run and its random state."""
         local = list(args)
         for i, x in enumerate(local):
-            if isinstance(x, torch.Tensor) and not (create_graph and i in self.wanted):
-                local[i] = x.detach().requires_grad_() if i in self.wanted else x.detach().clone()
+            if not isinstance(x, torch.Tensor):
+                continue
+            if i not in self.wanted:
+                local[i] = x.detach().clone()
+            else:  # an alias, because hooks of x itself run when its gradient arrives, and not here as well
+                with torch.enable_grad():
+                    local[i] = x.view_as(x) if create_graph else x.detach().requires_grad_()
         with ForkedRNG(self.device, start), torch.enable_grad():
             with self._surroundings.applied():
                 outputs = self.graph(*local)
@@ -296,18 +250,3 @@ def gradients_of(
     """Gradients in the order of ``wanted``, each in memory of its own."""
     found = {i: results[p].clone() if i in executable.shared else results[p] for i, p in executable.gradients}
     return [found.get(i) for i in wanted]
-
-
-def _names(graph: fx.GraphModule) -> dict[str, dict[int, str]]:
-    """Users' names of inputs (as gradients and as changed tensors) and outputs."""
-    inputs = {}
-    for i, node in enumerate(n for n in graph.graph.nodes if n.op == "placeholder"):
-        source = getattr(node, "_dynamo_source", None)
-        name = source.name if source is not None else node.name
-        inputs[i] = str(name() if callable(name) else name)
-    results = graph.graph.output_node().args[0]
-    return {
-        "gradients": {i: f"the gradient of {n}" for i, n in inputs.items()},
-        "updates": {i: f"the new value of {n}" for i, n in inputs.items()},
-        "outputs": {i: f"output {i} ({getattr(r, 'name', r)})" for i, r in enumerate(results)},
-    }

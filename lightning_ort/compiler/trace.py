@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from lightning_ort.compiler import decompositions
 from lightning_ort.compiler.decompositions.composites import composites
 from lightning_ort.compiler.draws import DRAWS, layout_of
+from lightning_ort.compiler.scaled_loss import scale_fake, seed_of, unscaled
 from lightning_ort.compiler.surroundings import Surroundings, without_autocast
 
 __all__ = ["Derivative", "Traced", "Untraceable", "fake_inputs", "trace"]
@@ -53,7 +54,7 @@ class Traced:
     inputs: list[fx.Node]
     """one per input of the region, in its order"""
     tangents: dict[int, fx.Node]
-    """output number to the placeholder of its incoming gradient"""
+    """output number to the placeholder of its incoming gradient, or of the scale of a scaled loss"""
     draws: list[fx.Node]
     """placeholders to be filled with random numbers, in the order in which torch would draw them"""
     outputs: list[Any]
@@ -61,6 +62,8 @@ class Traced:
     """input number to its gradient, or ``None`` when the outputs do not depend on it"""
     updates: dict[int, fx.Node]
     """input number to the value which the region leaves in that tensor"""
+    finite: fx.Node | None = None
+    """whether all gradients are finite, where the loss is scaled"""
 
     @property
     def graph(self) -> fx.Graph:
@@ -90,6 +93,8 @@ def trace(
     derivative: Derivative = Derivative.NONE,
     differentiated: Sequence[int] = (),
     surroundings: Surroundings | None = None,
+    *,
+    scaled: bool = False,
 ) -> Traced:
     """Trace ``region`` and the gradients of the outputs numbered ``differentiated`` by all inputs that want one.
 
@@ -99,6 +104,8 @@ def trace(
         derivative: ``LOSS`` takes the single output in ``differentiated`` as a scalar loss.
         differentiated: output numbers.
         surroundings: what ``region`` is computed under; by default the present ones.
+        scaled: multiply the loss by a further input, a float32 scalar, and divide its gradients by it; those of 16-bit
+            inputs, which could vanish, stay multiplied.
 
     Raises:
         Untraceable: a reason why this region is not a functional graph.
@@ -108,6 +115,8 @@ def trace(
         wanted = []
     tangent_fakes = _tangents(region, differentiated) if derivative is Derivative.TANGENTS else []
 
+    if scaled:
+        tangent_fakes = [scale_fake(fakes)]
     settings = surroundings or Surroundings.present()
 
     def joint(inputs: list[Any], tangents: list[torch.Tensor]) -> Any:
@@ -128,12 +137,16 @@ def trace(
         if [leaf._version for leaf in leaves] != versions:
             raise Untraceable("a tensor that requires a gradient is changed in place")
         gradients: Sequence[Any] = ()
+        finite = None
         if wanted:
             roots = [outputs[i] for i in differentiated]
+            seeds = [seed_of(roots[0], tangents[0])] if scaled else tangents
             with without_autocast():
-                gradients = torch.autograd.grad(roots, leaves, tangents or None, allow_unused=True)
+                gradients = torch.autograd.grad(roots, leaves, seeds or None, allow_unused=True)
+            if scaled:
+                gradients, finite = unscaled(gradients, tangents[0])
         left = [x if i not in wanted else None for i, x in enumerate(local)]
-        flat = [*outputs, *gradients, *left]
+        flat = [*outputs, *gradients, *left, finite]
         return [x.detach() if isinstance(x, torch.Tensor) else x for x in flat]
 
     module = _functional_graph(joint, list(fakes), tangent_fakes, grad=derivative is not Derivative.NONE)
@@ -211,7 +224,7 @@ def _signature(
     draws = _draws_as_inputs(graph)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     inputs, tangents = placeholders[: len(fakes)], placeholders[len(fakes) : len(placeholders) - len(draws)]
-    flat: Any = graph.output_node().args[0]
+    *flat, finite = graph.output_node().args[0]
     start = len(flat) - len(fakes) - len(wanted)
     outputs, gradients, left = flat[:start], flat[start : start + len(wanted)], flat[start + len(wanted) :]
     updates = {
@@ -219,7 +232,7 @@ def _signature(
         for i, (placeholder, value) in enumerate(zip(inputs, left, strict=True))
         if isinstance(value, fx.Node) and value is not placeholder and isinstance(fakes[i], torch.Tensor)
     }
-    graph.output_node().args = ((list(outputs), list(gradients), list(updates.values())),)
+    graph.output_node().args = ((list(outputs), list(gradients), list(updates.values()), finite),)
     graph.eliminate_dead_code()
     return Traced(
         module=module,
@@ -229,6 +242,7 @@ def _signature(
         outputs=list(outputs),
         gradients=dict(zip(wanted, gradients, strict=True)),
         updates=updates,
+        finite=finite,
     )
 
 

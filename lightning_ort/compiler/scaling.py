@@ -1,0 +1,89 @@
+"""The factor that keeps 16-bit gradients from vanishing, and what is known of the gradients computed with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+__all__ = ["LossScaling"]
+
+_MOST_PENDING = 64
+
+
+class LossScaling:
+    """Scale of the losses of a step, which its graphs read at each run.
+
+    A graph multiplies the gradient of its loss by :attr:`scale`, divides the gradients it gives out by it, and says
+    whether all of them are finite. Those answers are collected here, by parameter, and read when an optimizer is about
+    to use the gradients.
+
+    Args:
+        scale: the factor to start with.
+    """
+
+    def __init__(self, scale: float) -> None:
+        self._scale = float(scale)
+        self._tensors: dict[torch.device, torch.Tensor] = {}
+        self._pending: list[tuple[torch.Tensor, list[int]]] = []
+        self._finite: dict[int, bool] = {}
+
+    @property
+    def scale(self) -> float:
+        """The present factor."""
+        return self._scale
+
+    @scale.setter
+    def scale(self, value: float) -> None:
+        if value != self._scale:
+            self._scale = float(value)
+            for tensor in self._tensors.values():
+                tensor.fill_(self._scale)
+
+    def tensor(self, device: torch.device) -> torch.Tensor:
+        """The factor as a float32 scalar on ``device``, always in the same memory."""
+        found = self._tensors.get(device)
+        if found is None:
+            with torch.inference_mode(False):
+                found = self._tensors[device] = torch.full((), self._scale, dtype=torch.float32, device=device)
+        return found
+
+    def note(self, finite: torch.Tensor, parameters: Iterable[torch.Tensor]) -> None:
+        """Take down that gradients were added to those of ``parameters``.
+
+        Args:
+            finite: bool scalar, whether all of them are finite; read later, so that no device is waited for here.
+            parameters: leaves of the autograd graph that live as long as the training: they are told apart by
+                address.
+        """
+        self._pending.append((finite, [id(p) for p in parameters]))
+        if len(self._pending) > _MOST_PENDING:
+            self._settle()
+
+    def _settle(self) -> None:
+        for flag, parameters in self._pending:
+            finite = bool(flag)
+            for key in parameters:
+                self._finite[key] = finite and self._finite.get(key, True)
+        self._pending.clear()
+
+    def all_finite(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether the gradients that ``parameters`` hold are all finite.
+
+        Only those are looked at of which no graph has said that they are.
+        """
+        self._settle()
+        result = True
+        for p in parameters:
+            if p.grad is None or self._finite.pop(id(p), False):
+                continue
+            if not bool(torch.isfinite(p.grad).all()):
+                # what is kept and added to stays what it is
+                self._finite[id(p)] = False
+                result = False
+        return result
+
+    def forget(self) -> None:
+        """Take nothing down of the gradients seen so far."""
+        self._pending.clear()
+        self._finite.clear()

@@ -1,0 +1,216 @@
+"""Lightning's precision plug-in for steps in ONNX Runtime."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Literal, get_args
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.optim import LBFGS, Optimizer
+from typing_extensions import override
+
+from lightning_ort.compiler.scaling import LossScaling
+from lightning_ort.scaled_backward import is_closed, unscaling_leaves
+from lightning_ort.scalers import GradScalerRule, StepInfo, scale_rule
+
+__all__ = ["ORTPrecision"]
+
+PrecisionName = Literal["32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"]
+
+_AUTOCAST = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+# where Lightning's own plug-in keeps its scaler in a checkpoint
+_LIGHTNING = MixedPrecision.__qualname__
+
+
+class ORTPrecision(Precision):
+    """Precision of steps in ONNX Runtime; ``Trainer(strategy="ort", precision=...)`` makes one where it is needed.
+
+    Args:
+        precision: ``"16-mixed"`` and ``"bf16-mixed"`` compute under ``torch.autocast``, the others have parameters,
+            batches and results of that type.
+        scaler: how the loss of ``"16-mixed"`` is scaled: a ``torch.amp.GradScaler`` (by default one with its own
+            defaults; one that is not enabled leaves losses as they are), a ``lightning_ort.amp.LossScaler``, or an
+            object with ``loss_scale`` and ``update(info)``.
+        log: write ``loss_scale`` and ``skipped_steps`` to the Trainer's loggers every ``log_every_n_steps`` steps and
+            at each skipped one, and print a line then.
+
+    Raises:
+        ValueError: an unknown precision, or a scaler with another precision than ``"16-mixed"``.
+        TypeError: ``scaler`` is none.
+
+    Attributes:
+        precision: as given.
+        scaling: the loss scale that graphs read; ``None`` where losses are not scaled.
+        skipped_steps: optimizer steps left out so far because a gradient was not finite.
+    """
+
+    def __init__(self, precision: PrecisionName = "32-true", scaler: Any = None, *, log: bool = False) -> None:
+        if precision not in get_args(PrecisionName):
+            raise ValueError(f"precision={precision!r}: expected {', '.join(map(repr, get_args(PrecisionName)))}.")
+        if scaler is not None and precision != "16-mixed":
+            raise ValueError(
+                f"scaler={scaler!r} with precision={precision!r}: only the losses of '16-mixed' are scaled (bfloat16 "
+                "reaches as far as float32, and '16-true' has weights of 16 bits, which lose small updates whatever "
+                "the scale). Leave the scaler out, or use '16-mixed'."
+            )
+        self.precision = precision
+        self._device = "cpu"
+        self._rule = scale_rule(scaler) if precision == "16-mixed" else None
+        self.scaling = None if self._rule is None else LossScaling(self._rule.scale)
+        self._log, self._steps, self.skipped_steps = log, 0, 0
+        self._types: Precision = Precision()
+        if precision == "64-true":
+            self._types = DoublePrecision()
+        elif precision in ("16-true", "bf16-true"):
+            self._types = HalfPrecision(precision)
+
+    @classmethod
+    def replacing(cls, plugin: MixedPrecision) -> ORTPrecision:
+        """The same as Lightning's own plug-in for mixed precision."""
+        scaler = plugin.scaler
+        if scaler is not None and not scaler.is_enabled() and plugin.device == "cuda" and not torch.cuda.is_available():
+            # Lightning takes any accelerator but its own "cpu" for CUDA, without which torch disables the scaler
+            scaler = None
+        return cls(plugin.precision, scaler)  # type: ignore[arg-type]
+
+    @override
+    def connect(self, model: torch.nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
+        """
+        Raises:
+            MisconfigurationException: the strategy is another than ``"ort"``, or losses are scaled for LBFGS.
+        """
+        from lightning_ort.strategy import ORTStrategy
+
+        strategy = model.trainer.strategy if isinstance(model, LightningModule) else None
+        if not isinstance(strategy, ORTStrategy):
+            raise MisconfigurationException(
+                f"ORTPrecision is for strategy='ort', but the strategy is {type(strategy).__name__}. Use "
+                f"Trainer(strategy='ort', ...), or precision={self.precision!r} in the place of this plug-in."
+            )
+        self._device = strategy.root_device.type
+        if self.scaling is not None and any(isinstance(o, LBFGS) for o in optimizers):
+            raise MisconfigurationException(
+                "precision='16-mixed' with LBFGS: it computes the loss several times in one step, which cannot be "
+                "skipped any more when the gradients turn out not to be finite. Use 'bf16-mixed', or another optimizer."
+            )
+        return super().connect(model, optimizers, lr_schedulers)
+
+    # -- element types --------------------------------------------------------------------------------------------
+
+    @override
+    def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        return self._types.convert_module(module)
+
+    @override
+    def tensor_init_context(self) -> AbstractContextManager:
+        return self._types.tensor_init_context()
+
+    @override
+    def module_init_context(self) -> AbstractContextManager:
+        return self._types.module_init_context()
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        return self._types.convert_input(data)
+
+    @override
+    def convert_output(self, data: Any) -> Any:
+        return self._types.convert_output(data)
+
+    @override
+    @contextlib.contextmanager
+    def forward_context(self) -> Iterator[None]:
+        if self.precision in _AUTOCAST:
+            with torch.autocast(self._device, dtype=_AUTOCAST[self.precision], cache_enabled=False):
+                yield
+        else:
+            with self._types.forward_context():
+                yield
+
+    # -- loss scaling ---------------------------------------------------------------------------------------------
+
+    @override
+    def backward(  # type: ignore[override]
+        self, tensor: torch.Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Gradients of the unscaled loss, whether a graph has scaled it or not."""
+        if self.scaling is None or (not kwargs.get("create_graph") and is_closed(tensor)):
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+        else:
+            with unscaling_leaves(tensor, self.scaling):
+                scaled = tensor * self.scaling.tensor(tensor.device)
+                super().backward(scaled, model, optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """The optimizer's step, left out if a gradient is not finite."""
+        if self.scaling is None:
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        result = closure()
+        # hooks and clipping come afterwards: a clipped infinity would be finite
+        finite = self.scaling.all_finite([p for group in optimizer.param_groups for p in group["params"]])
+        self._after_closure(model, optimizer)
+        if result is None and model.automatic_optimization:  # training_step returned None: there is nothing to do
+            return result
+        result = optimizer.step(**kwargs) if finite else None
+        self._update(model, finite)
+        return result
+
+    def _update(self, model: LightningModule, finite: bool) -> None:
+        assert self._rule is not None and self.scaling is not None
+        before = self.scaling.scale
+        self._rule.update(StepInfo(finite, self._steps - self.skipped_steps, self._steps))
+        self._steps += 1
+        self.skipped_steps += not finite
+        self.scaling.scale = self._rule.scale
+        if not self._log:
+            return
+        if not finite:
+            rank_zero_info(
+                f"optimizer step {self._steps} skipped: a gradient is not finite at loss scale {before:g}, which is "
+                f"{self.scaling.scale:g} from now on"
+            )
+        trainer = model.trainer
+        if not finite or self._steps % (getattr(trainer, "log_every_n_steps", 1) or 1) == 0:
+            values = {"loss_scale": self.scaling.scale, "skipped_steps": float(self.skipped_steps)}
+            for logger in trainer.loggers:
+                logger.log_metrics(values, step=trainer.global_step)
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        if self._rule is None:
+            return {}
+        return {"scaler": self._rule.state_dict(), "steps": self._steps, "skipped_steps": self.skipped_steps}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._rule is None or self.scaling is None:
+            return
+        self._rule.load_state_dict(state_dict["scaler"])
+        self._steps, self.skipped_steps = state_dict["steps"], state_dict["skipped_steps"]
+        self.scaling.scale = self._rule.scale
+        self.scaling.forget()
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the scaler where Lightning's own plug-in looks for it, to go on without ONNX Runtime."""
+        if isinstance(self._rule, GradScalerRule):
+            checkpoint[_LIGHTNING] = self._rule.state_dict()
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take over the scaler of a run under Lightning's own plug-in."""
+        foreign = type(self).__qualname__ not in checkpoint and _LIGHTNING in checkpoint
+        if foreign and self.scaling is not None and isinstance(self._rule, GradScalerRule):
+            self._rule.load_state_dict(checkpoint[_LIGHTNING])
+            self.scaling.scale = self._rule.scale

@@ -1,0 +1,139 @@
+"""How the loss scale moves: settings of ``torch.amp.GradScaler``, or a scaler object of ORTTrainer's kind."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["GradScalerRule", "ScaleRule", "StepInfo", "StepScalerRule", "scale_rule"]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepInfo:
+    """What ``update`` of a loss scaler is told of a step.
+
+    Attributes:
+        all_finite: whether all gradients of the step are finite.
+        optimization_step: how many updates were made before it.
+        step: how many steps were made before it, skipped ones too.
+    """
+
+    all_finite: bool
+    optimization_step: int
+    step: int
+
+
+class ScaleRule(Protocol):
+    """The loss scale and how it moves."""
+
+    @property
+    def scale(self) -> float:
+        """The present factor."""
+
+    def update(self, info: StepInfo) -> None:
+        """Move the factor after a step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+
+
+class GradScalerRule:
+    """The rule of ``torch.amp.GradScaler``, without its passes over the gradients.
+
+    Args:
+        scaler: whose settings are taken and whose state is kept up to date.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self.scaler = scaler
+        self._state = scaler.state_dict()
+
+    @property
+    def scale(self) -> float:
+        return self._state["scale"]
+
+    def update(self, info: StepInfo) -> None:
+        """Multiply by the backoff factor after a step that is not finite, by the growth factor after enough others."""
+        state = self._state
+        if not info.all_finite:
+            state["scale"] *= state["backoff_factor"]
+            state["_growth_tracker"] = 0
+            return
+        state["_growth_tracker"] += 1
+        if state["_growth_tracker"] == state["growth_interval"]:
+            grown = state["scale"] * state["growth_factor"]
+            if grown <= torch.finfo(torch.float32).max:
+                state["scale"] = grown
+            state["_growth_tracker"] = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        missing = [k for k in self._state if k not in state]
+        if missing:
+            raise RuntimeError(
+                f"the checkpoint's loss scaler has no {', '.join(missing)} (it has {', '.join(state) or 'nothing'}): "
+                "it was written with another kind of scaler. Resume with that kind."
+            )
+        self._state = {k: state[k] for k in self._state}
+        self.scaler.load_state_dict(self._state)
+
+
+class StepScalerRule:
+    """A scaler with ``loss_scale`` and ``update(info)``, such as ``lightning_ort.amp.DynamicLossScaler``.
+
+    Args:
+        scaler: the object; its numbers are what a checkpoint keeps, unless it has a ``state_dict`` of its own.
+    """
+
+    def __init__(self, scaler: Any) -> None:
+        self.scaler = scaler
+
+    @property
+    def scale(self) -> float:
+        return float(self.scaler.loss_scale)
+
+    def update(self, info: StepInfo) -> None:
+        self.scaler.update(info)
+
+    def state_dict(self) -> dict[str, Any]:
+        if hasattr(self.scaler, "state_dict"):
+            return self.scaler.state_dict()
+        return {k: v for k, v in vars(self.scaler).items() if isinstance(v, (bool, int, float))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if hasattr(self.scaler, "load_state_dict"):
+            self.scaler.load_state_dict(state)
+            return
+        known = self.state_dict()
+        unknown = [k for k in state if k not in known]
+        if unknown:
+            raise RuntimeError(
+                f"the checkpoint's loss scaler has {', '.join(unknown)}, which {type(self.scaler).__name__} has not: "
+                "it was written with another kind of scaler. Resume with that kind."
+            )
+        vars(self.scaler).update(state)
+
+
+def scale_rule(scaler: Any) -> ScaleRule | None:
+    """The rule of a user's scaler; ``None`` for a ``GradScaler`` that is disabled.
+
+    Raises:
+        TypeError: it is no scaler.
+    """
+    if scaler is None:
+        return GradScalerRule(torch.amp.GradScaler("cpu"))
+    if isinstance(scaler, torch.amp.GradScaler):
+        return GradScalerRule(scaler) if scaler.is_enabled() else None
+    if hasattr(scaler, "loss_scale") and callable(getattr(scaler, "update", None)):
+        return StepScalerRule(scaler)
+    raise TypeError(
+        f"scaler={scaler!r}: expected a torch.amp.GradScaler, a lightning_ort.amp.LossScaler, or an object with "
+        "loss_scale and update(info)."
+    )
