@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_ort._version import __version__
+from lightning_ort.accelerator import ORTAccelerator
 from lightning_ort.errors import CompilationError, MismatchError, ProviderError, UnsupportedError
 from lightning_ort.precision import ORTPrecision
 from lightning_ort.report import Report, StepReport
@@ -22,6 +24,7 @@ __all__ = [
     "CompilationError",
     "GradientGraphBuilder",
     "MismatchError",
+    "ORTAccelerator",
     "ORTPrecision",
     "ORTStrategy",
     "ORTTrainer",
@@ -52,3 +55,5 @@ def __getattr__(name: str) -> Any:
 
 if ORTStrategy.strategy_name not in StrategyRegistry:
     ORTStrategy.register_strategies(StrategyRegistry)
+if ORTAccelerator.name() not in AcceleratorRegistry:
+    ORTAccelerator.register_accelerators(AcceleratorRegistry)

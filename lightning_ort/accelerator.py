@@ -1,0 +1,132 @@
+"""Lightning's accelerator for whatever device ONNX Runtime reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.accelerators.registry import _AcceleratorRegistry
+from lightning.fabric.utilities.types import _DEVICE
+from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
+
+from lightning_ort.environment import require_onnxruntime
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+__all__ = ["ORTAccelerator"]
+
+
+class ORTAccelerator(Accelerator):
+    """``Trainer(accelerator="ort", strategy="ort")``: CUDA where ONNX Runtime and torch both have it, else the CPU."""
+
+    @override
+    def setup_device(self, device: torch.device) -> None:
+        _accelerator_of(device).setup_device(device)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        """
+        Raises:
+            MisconfigurationException: the strategy is another than ``"ort"``, which would not run in ONNX Runtime.
+        """
+        from lightning_ort.strategy import ORTStrategy
+
+        if not isinstance(trainer.strategy, ORTStrategy):
+            raise MisconfigurationException(
+                f"accelerator='ort' chooses a device for strategy='ort', but the strategy is "
+                f"{type(trainer.strategy).__name__}, which would run in torch. Use Trainer(accelerator='ort', "
+                "strategy='ort')."
+            )
+        _accelerator_of(trainer.strategy.root_device).setup(trainer)
+
+    @override
+    def teardown(self) -> None:
+        if _kind() == "cuda":
+            CUDAAccelerator().teardown()
+
+    @override
+    def get_device_stats(self, device: _DEVICE) -> dict[str, Any]:
+        """Use of the device: torch's memory statistics on CUDA, load and memory (from psutil) on the CPU."""
+        device = torch.device(device)
+        return _accelerator_of(device).get_device_stats(device)
+
+    @staticmethod
+    @override
+    def parse_devices(devices: int | str | Sequence[int]) -> list[int]:
+        """Numbers of the devices that ``Trainer(devices=...)`` asks for.
+
+        Raises:
+            MisconfigurationException: there are fewer, or it is no number.
+        """
+        there, given = _count(), devices
+        if isinstance(devices, str):
+            numbers = [part.strip() for part in devices.strip("[]").split(",") if part.strip()]
+            if devices == "auto":
+                devices = 1
+            elif numbers and all(part.lstrip("-").isdigit() for part in numbers):
+                devices = [int(n) for n in numbers] if "," in devices or "[" in devices else int(numbers[0])
+            else:
+                raise MisconfigurationException(f"devices={devices!r}: expected a number, a list of them, or 'auto'.")
+        if isinstance(devices, int):
+            chosen = list(range(there if devices == -1 else devices))
+        else:
+            chosen = list(devices)
+        if not chosen or any(n not in range(there) for n in chosen):
+            what = "the CPU counts as one" if _kind() == "cpu" else "GPUs that torch and ONNX Runtime both reach"
+            raise MisconfigurationException(
+                f"accelerator='ort' was given devices={given!r}, but finds {there} of kind {_kind()!r} ({what}). "
+                "Use devices=1."
+            )
+        return chosen
+
+    @staticmethod
+    @override
+    def get_parallel_devices(devices: Sequence[int]) -> list[torch.device]:
+        return [torch.device("cpu") if _kind() == "cpu" else torch.device("cuda", n) for n in devices]
+
+    @staticmethod
+    @override
+    def auto_device_count() -> int:
+        """One: the strategy uses no more."""
+        return 1
+
+    @staticmethod
+    @override
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    @override
+    def name() -> str:
+        return "ort"
+
+    @classmethod
+    @override
+    def register_accelerators(cls, accelerator_registry: _AcceleratorRegistry) -> None:
+        accelerator_registry.register(cls.name(), cls, description="the device that ONNX Runtime reaches")
+
+
+def _kind() -> str:
+    """The type of device, of those that ONNX Runtime has execution providers for, that torch has as well.
+
+    Raises:
+        OnnxRuntimeImportError: there is no usable ONNX Runtime.
+    """
+    require_onnxruntime()
+    import onnxruntime
+
+    cuda = "CUDAExecutionProvider" in onnxruntime.get_available_providers() and torch.cuda.is_available()
+    return "cuda" if cuda else "cpu"
+
+
+def _count() -> int:
+    return torch.cuda.device_count() if _kind() == "cuda" else 1
+
+
+def _accelerator_of(device: torch.device) -> Accelerator:
+    """Lightning's own accelerator for ``device``."""
+    return CUDAAccelerator() if device.type == "cuda" else CPUAccelerator()
