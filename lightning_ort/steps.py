@@ -33,7 +33,7 @@ _DYNAMO_SETTINGS = {
     # by default Dynamo leaves recurrent networks to torch, because it unrolls them
     "allow_rnn": True,
 }
-_METRIC_METHODS = ("forward", "update", "compute")
+_METRIC_METHODS = ("forward", "compute", "reset")
 
 
 class CompiledSteps:
@@ -57,7 +57,7 @@ class CompiledSteps:
         self._replaced |= {"log": self._recorder.log, "log_dict": self._recorder.log_dict}
         backend.on_graph, backend.on_fallback = self._on_graph, self._on_fallback
         self._backend = backend
-        self._replaced_in = [(module.__dict__, self._replaced), *_metric_methods(module)]
+        self._replaced_in = [(module.__dict__, self._replaced), *_metric_methods(module, self._recorder)]
         self._compiled: dict[str, Callable[..., Any]] = {}
         self._lists = GrowingLists(module.__dict__)
 
@@ -144,14 +144,18 @@ def _with_own_code(method: Callable[..., Any]) -> Callable[..., Any]:
     return types.MethodType(copy, method.__self__)  # type: ignore[attr-defined]
 
 
-def _metric_methods(module: LightningModule) -> list[tuple[Namespace, Namespace]]:
-    """Per metric its instance namespace, and its methods kept out of graphs: they are full of plain Python."""
+def _metric_methods(module: LightningModule, recorder: LogRecorder) -> list[tuple[Namespace, Namespace]]:
+    """Per metric its instance namespace, and what stands in for its methods: they are full of plain Python."""
     why = "metrics are plain Python"
-    return [
-        (m.__dict__, {name: torch.compiler.disable(getattr(m, name), reason=why) for name in _METRIC_METHODS})
-        for m in module.modules()
-        if isinstance(m, (Metric, MetricCollection))
-    ]
+    found = []
+    for m in module.modules():
+        if isinstance(m, (Metric, MetricCollection)):
+            methods = {
+                name: torch.compiler.disable(recorder.after_what_came_before(getattr(m, name)), reason=why)
+                for name in _METRIC_METHODS
+            }
+            found.append((m.__dict__, methods | {"update": recorder.update_of(m)}))
+    return found
 
 
 def _replace(namespace: Namespace, replaced: Namespace) -> Namespace:

@@ -20,6 +20,7 @@ from parity import (
     fit,
     make_trainer,
     quiet,
+    step_report,
 )
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
@@ -177,6 +178,56 @@ def test_torchmetrics():
     eager, _ = assert_fit_parity(Metrics, table, VALIDATION, recompilations=6, logger=MemoryLogger)
     assert eager.trainer.callback_metrics["train_MulticlassAccuracy_all"] > 0.5
     assert eager.trainer.callback_metrics["diagonal"] > 20
+
+
+class ManyMetrics(Classifier):
+    """More metrics than a function may be compiled again, in a loop, which must not be broken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.means = nn.ModuleList(torchmetrics.MeanMetric() for _ in range(12))
+        self.pair = torchmetrics.MetricCollection([MulticlassAccuracy(CLASSES), MulticlassF1Score(CLASSES)])
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        logits = self(x)
+        loss = F.cross_entropy(logits, y)
+        for i, mean in enumerate(self.means):
+            mean.update(loss * i)
+            self.log(f"mean_{i}", mean, on_step=True, on_epoch=True)
+        self.pair.update(logits, y)
+        self.log_dict(self.pair, on_step=False, on_epoch=True)
+        logits.detach().mul_(0)  # what was given to a metric is what it was then
+        return loss
+
+
+def test_metrics_in_a_loop_are_one_graph():
+    eager, other = assert_fit_parity(ManyMetrics, table, max_epochs=9)
+    assert len(other.trainer.callback_metrics) >= 12 + 2
+    assert_in_ort(other.trainer, graphs=1, recompilations=0)
+    assert eager.trainer.callback_metrics["MulticlassAccuracy"] > 0.5
+
+
+class AskedInALoop(Classifier):
+    """What a metric answers breaks the graph, which Dynamo cannot do inside of a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.means = nn.ModuleList(torchmetrics.MeanMetric() for _ in range(2))
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        for mean in self.means:
+            loss = loss + 0.1 * mean(loss.detach())
+        return loss
+
+
+def test_a_step_that_is_left_to_python_is_reported():
+    _, other = assert_fit_parity(AskedInALoop, table, max_epochs=2, in_ort=())
+    (entry,) = [e for e in step_report(other.trainer, "training_step").in_torch if "as a whole" in e.what]
+    assert entry.what.startswith("training_step")
+    assert "metrics are plain Python" in entry.reason
+    assert __file__ in entry.source
 
 
 class Collects(Classifier):

@@ -73,8 +73,24 @@ class DynamoObserver(logging.Handler):
                 report.graph_breaks.append(entry)
         self._breaks = len(reasons)
         for metrics in self._metrics_since():
+            self._enter_failure(report, metrics)
             if metrics.recompile_reason:
                 report.recompilations.append(f"{metrics.co_name}: {_summary(metrics.recompile_reason)}")
+
+    @staticmethod
+    def _enter_failure(report: StepReport, metrics: Any) -> None:
+        """A function that Dynamo leaves to Python as a whole; what it calls may still be compiled."""
+        where = str(metrics.co_filename or "")
+        if not metrics.fail_reason or not where or where.startswith(_LIBRARIES):
+            return
+        entry = InTorch(
+            what=f"{metrics.co_name} as a whole",
+            reason="Dynamo cannot compile a part of it, as where the graph breaks inside of a loop: "
+            f"{_why(metrics.fail_reason)}",
+            source=f"{where}:{metrics.co_firstlineno}",
+        )
+        if entry not in report.in_torch:
+            report.in_torch.append(entry)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Dynamo gives up a function after too many recompilations, and says so in a warning."""

@@ -1,11 +1,14 @@
-"""Stands in for ``self.log`` while a step runs, so that logging does not break its graph."""
+"""Stands in for ``self.log`` and for the metrics while a step runs, so that neither breaks its graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torchmetrics import Metric, MetricCollection
 
 __all__ = ["LogRecorder"]
 
@@ -16,17 +19,25 @@ def _snapshot(value: Any) -> Any:
         return value.detach().clone()
     if isinstance(value, dict):
         return {k: _snapshot(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return type(value)([_snapshot(v) for v in value])
     return value
 
 
-def _is_plain(value: Any) -> bool:
+def _can_wait(value: Any) -> bool:
+    """Whether a snapshot of ``value`` can be used later: a metric object is looked at when the step has ended."""
     if isinstance(value, dict):
-        return all(_is_plain(v) for v in value.values())
-    return isinstance(value, (torch.Tensor, int, float))
+        return all(_can_wait(v) for v in value.values())
+    if type(value) in (list, tuple):
+        return all(_can_wait(v) for v in value)
+    return value is None or isinstance(value, (torch.Tensor, int, float, str, Metric, MetricCollection))
 
 
 class LogRecorder:
-    """Stands in for ``log`` and ``log_dict``.
+    """Collects what a step logs and what it gives to metrics, and does both in order when the step has ended.
+
+    What a metric answers cannot wait: ``forward`` and ``compute`` break the graph, after everything before them was
+    done.
 
     Args:
         log: the module's own method.
@@ -34,46 +45,77 @@ class LogRecorder:
     """
 
     def __init__(self, log: Callable[..., None], log_dict: Callable[..., None]) -> None:
-        self._calls: list[tuple[bool, Any, Any, Any, Any]] = []
+        # entries are built from names, tensors and modules alone, which Dynamo can follow
+        self._calls: list[tuple[str, Any, Any, Any, Any]] = []
         self._log, self._log_dict = log, log_dict
-        why = "logging a metric object is plain Python"
-        self._log_now = torch.compiler.disable(self._after_flush(log), reason=why)
-        self._log_dict_now = torch.compiler.disable(self._after_flush(log_dict), reason=why)
+        self._collecting = True
+        why = "what is logged is no tensor, number or metric"
+        self._log_now = torch.compiler.disable(self.after_what_came_before(log), reason=why)
+        self._log_dict_now = torch.compiler.disable(self.after_what_came_before(log_dict), reason=why)
+        self._updates: dict[int, Callable[..., None]] = {}
 
-    def _after_flush(self, method: Callable[..., None]) -> Callable[..., None]:
-        """``method`` called in order: what was collected before comes first."""
+    def after_what_came_before(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """``method`` called in order, on metrics that work as ever."""
 
-        def call(*args: Any, **kwargs: Any) -> None:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
             self.flush()
-            method(*args, **kwargs)
+            with self._not_collecting():
+                return method(*args, **kwargs)
 
         return call
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Collect; a metric object is logged at once, because its state is what counts."""
-        if _is_plain(value):
-            self._calls.append((False, name, _snapshot(value), args, kwargs))
+        """Collect."""
+        if _can_wait(value):
+            self._calls.append(("log", name, _snapshot(value), args, kwargs))
         else:
             self._log_now(name, value, *args, **kwargs)
 
     def log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
-        """Collect, as :meth:`log` does."""
-        if isinstance(dictionary, dict) and _is_plain(dictionary):
-            self._calls.append((True, None, _snapshot(dictionary), args, kwargs))
+        """Collect."""
+        if isinstance(dictionary, (dict, MetricCollection)) and _can_wait(dictionary):
+            self._calls.append(("log_dict", None, _snapshot(dictionary), args, kwargs))
         else:
             self._log_dict_now(dictionary, *args, **kwargs)
 
+    def update_of(self, metric: Metric | MetricCollection) -> Callable[..., None]:
+        """What stands in for the method ``update`` of ``metric``."""
+        key = id(metric)
+        method = self._updates[key] = metric.update
+        now = torch.compiler.disable(self.after_what_came_before(method), reason="metrics are plain Python")
+
+        def update(*args: Any, **kwargs: Any) -> None:
+            if self._collecting and _can_wait(args) and _can_wait(kwargs):
+                self._calls.append(("update", key, None, _snapshot(args), _snapshot(kwargs)))
+            else:
+                now(*args, **kwargs)
+
+        return update
+
     def flush(self) -> None:
-        """Hand everything to Lightning, in order."""
+        """Hand everything to Lightning and the metrics, in order."""
         if not self._calls:
             return
         calls, self._calls = self._calls, []
-        for is_dict, name, value, args, kwargs in calls:
-            if is_dict:
-                self._log_dict(value, *args, **kwargs)
-            else:
-                self._log(name, value, *args, **kwargs)
+        with self._not_collecting():
+            for kind, key, value, args, kwargs in calls:
+                if kind == "log":
+                    self._log(key, value, *args, **kwargs)
+                elif kind == "log_dict":
+                    self._log_dict(value, *args, **kwargs)
+                else:
+                    self._updates[key](*args, **kwargs)
 
     def discard(self) -> None:
         """Forget what was collected, after a step that failed."""
         self._calls = []
+
+    @contextlib.contextmanager
+    def _not_collecting(self) -> Iterator[None]:
+        """A metric that is at work calls its own methods, or those of the metrics it consists of."""
+        before, self._collecting = self._collecting, False
+        try:
+            yield
+        finally:
+            self._collecting = before
