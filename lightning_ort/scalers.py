@@ -89,7 +89,8 @@ class StepScalerRule:
     """A scaler with ``loss_scale`` and ``update(info)``, such as ``lightning_ort.amp.DynamicLossScaler``.
 
     Args:
-        scaler: the object; its numbers are what a checkpoint keeps, unless it has a ``state_dict`` of its own.
+        scaler: the object; a checkpoint keeps what its ``state_dict`` gives, if it has ``load_state_dict`` as well, or
+            else its attributes that are numbers.
     """
 
     def __init__(self, scaler: Any) -> None:
@@ -103,22 +104,36 @@ class StepScalerRule:
         self.scaler.update(info)
 
     def state_dict(self) -> dict[str, Any]:
-        if hasattr(self.scaler, "state_dict"):
-            return self.scaler.state_dict()
-        return {k: v for k, v in vars(self.scaler).items() if isinstance(v, (bool, int, float))}
+        kept = self.scaler.state_dict() if self._has_own_state else self._numbers()
+        return {"loss_scale": self.scale, "scaler": kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if hasattr(self.scaler, "load_state_dict"):
-            self.scaler.load_state_dict(state)
-            return
-        known = self.state_dict()
-        unknown = [k for k in state if k not in known]
-        if unknown:
+        kept = state.get("scaler", {})
+        if self._has_own_state:
+            self.scaler.load_state_dict(kept)
+        else:
+            known = self._numbers()
+            unknown = [k for k in kept if k not in known]
+            if unknown or "loss_scale" not in state:
+                raise RuntimeError(
+                    f"the checkpoint's loss scaler has {', '.join(unknown) or 'no loss_scale'}, unlike a "
+                    f"{type(self.scaler).__name__}: it was written with another kind of scaler. Resume with that kind."
+                )
+            vars(self.scaler).update(kept)
+        if self.scale != state["loss_scale"]:
             raise RuntimeError(
-                f"the checkpoint's loss scaler has {', '.join(unknown)}, which {type(self.scaler).__name__} has not: "
-                "it was written with another kind of scaler. Resume with that kind."
+                f"{type(self.scaler).__name__} was given back its state of a checkpoint, but its loss_scale is "
+                f"{self.scale:g} and not {state['loss_scale']:g}: give it state_dict() and load_state_dict(state), or "
+                "keep what it counts in attributes that are numbers."
             )
-        vars(self.scaler).update(state)
+
+    @property
+    def _has_own_state(self) -> bool:
+        return hasattr(self.scaler, "state_dict") and hasattr(self.scaler, "load_state_dict")
+
+    def _numbers(self) -> dict[str, Any]:
+        """Attributes, private ones too, that are numbers."""
+        return {k: v for k, v in getattr(self.scaler, "__dict__", {}).items() if isinstance(v, (bool, int, float))}
 
 
 def scale_rule(scaler: Any) -> ScaleRule | None:

@@ -18,7 +18,8 @@ from parity import MemoryLogger, Run, assert_in_ort, fit, make_trainer, needs_or
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ort import ORTPrecision
+from lightning_ort import ORTPrecision, amp
+from lightning_ort.scalers import StepInfo
 
 pytestmark = needs_ort
 
@@ -290,6 +291,46 @@ def test_scaler_of_another_kind():
     )  # fmt: skip
     assert mine.heard == [(True, 0, 0), (True, 1, 1), (False, 2, 2), (True, 2, 3), (True, 3, 4)]
     assert run.trainer.precision_plugin.scaling.scale == mine.loss_scale == 130.0
+
+
+class Stubborn:
+    """Keeps its scale where no checkpoint finds it."""
+
+    def __init__(self) -> None:
+        self._held = [512.0]
+
+    @property
+    def loss_scale(self) -> float:
+        return self._held[0]
+
+    def update(self, info: Any) -> None:
+        self._held[0] /= 2
+
+
+@pytest.mark.parametrize("make", [lambda: amp.DynamicLossScaler(loss_scale=1024.0, up_scale_window=5), Listens])
+def test_scaler_of_another_kind_survives_a_checkpoint(make):
+    first, second = ORTPrecision("16-mixed", make()), ORTPrecision("16-mixed", make())
+    for finite in (True, False, True, True):
+        first._rule.update(StepInfo(finite, 0, 0))
+    second.load_state_dict(first.state_dict())
+    for finite in (True, True, True, False):
+        assert second._rule.scale == first._rule.scale
+        for plugin in (first, second):
+            plugin._rule.update(StepInfo(finite, 0, 0))
+    assert second._rule.scale == first._rule.scale != make().loss_scale
+
+
+def test_scaler_that_cannot_be_resumed():
+    """Another kind, or one whose state is nowhere, is named instead of going on at a wrong scale."""
+    state = ORTPrecision("16-mixed", amp.DynamicLossScaler()).state_dict()
+    with pytest.raises(RuntimeError, match="another kind of scaler"):
+        ORTPrecision("16-mixed", Stubborn()).load_state_dict(state)
+    with pytest.raises(RuntimeError, match="another kind of scaler"):
+        ORTPrecision("16-mixed").load_state_dict(state)
+    first = ORTPrecision("16-mixed", Stubborn())
+    first._rule.update(StepInfo(False, 0, 0))
+    with pytest.raises(RuntimeError, match="loss_scale is 512 and not 256"):
+        ORTPrecision("16-mixed", Stubborn()).load_state_dict(first.state_dict())
 
 
 def test_skipped_steps_are_logged_on_request():
