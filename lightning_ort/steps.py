@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torchmetrics import Metric, MetricCollection
 
 from lightning_ort.compiler.backend import ORTBackend
+from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS, no_fast_path, with_own_code
 from lightning_ort.compiler.executable import Executable
 from lightning_ort.compiler.observer import DynamoObserver
 from lightning_ort.compiler.plan import Fallback
@@ -27,12 +27,6 @@ _OUTSIDE = (
     "all_gather", "clip_gradients", "configure_gradient_clipping", "lr_scheduler_step", "lr_schedulers",
     "manual_backward", "optimizers", "print", "toggle_optimizer", "untoggle_optimizer", "toggled_optimizer",
 )  # fmt: skip
-_DYNAMO_SETTINGS = {
-    # a counter attribute would otherwise be compiled for each of its values
-    "allow_unspec_int_on_nn_module": True,
-    # by default Dynamo leaves recurrent networks to torch, because it unrolls them
-    "allow_rnn": True,
-}
 _METRIC_METHODS = ("forward", "compute", "reset")
 
 
@@ -64,10 +58,8 @@ class CompiledSteps:
     def install(self) -> None:
         """Prepare Dynamo; :meth:`remove` takes it back, and must be called in between."""
         self.remove()
-        self._settings.enter_context(torch._dynamo.config.patch(_DYNAMO_SETTINGS))
-        # the fast path of nn.TransformerEncoder is one operator that ONNX lacks
-        self._settings.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
-        torch.backends.mha.set_fastpath_enabled(False)
+        self._settings.enter_context(torch._dynamo.config.patch(DYNAMO_SETTINGS))
+        self._settings.enter_context(no_fast_path())
         self._settings.enter_context(results_stay())
         self._observer.install()
 
@@ -83,7 +75,7 @@ class CompiledSteps:
             method = getattr(self.module, name)
             self._lists.expect(appended_attributes(type(self.module), method))
             # dynamic=None: sizes become symbolic once they have changed
-            compiled = self._compiled[name] = torch.compile(_with_own_code(method), backend=self._backend)
+            compiled = self._compiled[name] = torch.compile(with_own_code(method), backend=self._backend)
         outer, self._running = self._running, self.report.step(name)
         self._running.calls += 1
         compilations = self._observer.compilations
@@ -124,24 +116,6 @@ class CompiledSteps:
 
 
 Namespace = dict[str, Any]
-
-
-def _with_own_code(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of a bound method with a code object of its own.
-
-    Dynamo keeps what it compiled with the code object: methods that share it, of other modules or for other
-    strategies, would add to one list, whose length is limited.
-    """
-    function = getattr(method, "__func__", None)
-    if not isinstance(function, types.FunctionType):
-        return method
-    code = function.__code__.replace()
-    copy = types.FunctionType(
-        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    copy.__dict__.update(function.__dict__)
-    return types.MethodType(copy, method.__self__)  # type: ignore[attr-defined]
 
 
 def _metric_methods(module: LightningModule, recorder: LogRecorder) -> list[tuple[Namespace, Namespace]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 
@@ -12,6 +13,12 @@ import torch._dynamo
 
 # two threads, or one each where pytest-xdist runs a test on each core
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+
+
+def pytest_collection_finish():
+    """Keep the collector from the modules imported by now: each compiled graph asks it twice to look at everything."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
