@@ -34,6 +34,11 @@ def state():
     return stepped().state_dict()
 
 
+@pytest.fixture(scope="module")
+def used():
+    return stepped(steps=1)
+
+
 def flat(state, prefix=""):
     for key, value in state.items():
         if isinstance(value, dict):
@@ -177,9 +182,9 @@ STRICT = [
 
 
 @pytest.mark.parametrize(("path", "value", "message"), STRICT, ids=[m for *_, m in STRICT])
-@pytest.mark.parametrize("steps", [0, 1])
-def test_strict_loading_names_keys(state, path, value, message, steps):
-    found = stepped(steps=steps)
+@pytest.mark.parametrize("fresh", [True, False])
+def test_strict_loading_names_keys(state, used, path, value, message, fresh):
+    found = trainer() if fresh else used
     before = found.state_dict()
     broken = changed(state, *path, value=value)
     with pytest.raises(RuntimeError, match=re.escape(message)):
