@@ -111,8 +111,8 @@ class Optimizer:
         if self._update is None or self._updated != list(params):
             self._plan(params)
         assert self._update is not None
-        for coefficients, name in zip(self._update.coefficients, self._groups, strict=True):
-            coefficients.copy_(torch.tensor(self._numbers(name, lr), dtype=torch.float64))
+        for group, name in enumerate(self._groups):
+            self._update.set_coefficients(group, self._numbers(name, lr))
         limits = [self._hyper[name]["max_norm_clip"] for name in self._groups] if self.clip else None
         gradients = [p.grad for p in params.values() if p.grad is not None]
         finite = self._update.run(gradients, scale=scale, limits=limits)

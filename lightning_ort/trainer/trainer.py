@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -102,6 +103,7 @@ class ORTTrainer:
         self._accumulated = 0
         self._scale = 1.0
         self._example: list[Tensor] | None = None
+        self._accepted: list[Any] | None = None
 
     def _freeze(self) -> dict[str, nn.Parameter]:
         """Take the frozen weights out of the gradients; the weights that are trained."""
@@ -179,8 +181,17 @@ class ORTTrainer:
         return _given_out([results[i] for i in picked])
 
     def _inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        forms = None
+        if not kwargs and len(args) == len(self.model_desc.inputs):
+            forms = [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in args]
+            if forms == self._accepted:
+                return list(args)
         inputs = gather(self.model_desc, args, kwargs)
-        return [x if x.device == self._device else x.to(self._device) for x in inputs]
+        moved = [x if x.device == self._device else x.to(self._device) for x in inputs]
+        # before the first step any type is accepted, and a list may be all of the inputs
+        if self._example is not None and all(map(operator.is_, moved, args)):
+            self._accepted = forms
+        return moved
 
     def _picked(self) -> list[int]:
         fetches, names = self._train_step_info.fetches, self.model_desc.output_names()

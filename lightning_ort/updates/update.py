@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,7 +39,8 @@ class Update:
         ValueError: parameters share memory, or a type is not one of the two.
 
     Attributes:
-        coefficients: per group a tensor of the rule's numbers, to be filled before :meth:`run`.
+        coefficients: per group a tensor of the rule's numbers, to be filled (:meth:`set_coefficients`) before
+            :meth:`run`.
         model: the ONNX graph that is executed.
     """
 
@@ -61,6 +63,8 @@ class Update:
         graph = UpdateGraph(rule, pieces, ordered, clip=clip, guard=guard)
         self.model: ir.Model = graph.model
         self.coefficients = [torch.zeros(len(rule.coefficients), dtype=dtype, device=self._device) for dtype in ordered]
+        # written through numpy, which is quicker for so few numbers
+        self._rows = [c.numpy() if self._device.type == "cpu" else None for c in self.coefficients]
         self._scale = torch.ones((), device=self._device)
         self._limits = torch.full((len(ordered),), torch.inf, device=self._device)
         self._finite = torch.ones((), dtype=torch.bool, device=self._device) if guard else None
@@ -80,11 +84,13 @@ class Update:
         )
         self._gradient_parts = [(k, s.where) for k, s in enumerate(self._graph_inputs) if s.what == "grad"]
         self._addresses: list[int] = []
+        self._places: list[int] = []
+        self._last_scale, self._last_limits = 1.0, [math.inf] * len(ordered)
         self._bind()
 
     def _bind(self) -> None:
         """Views of all memory that stays where it is from run to run."""
-        self._addresses = [p.data_ptr() for p in self._params]
+        self._addresses, self._places = [p.data_ptr() for p in self._params], []
         # a parameter that does not lie in memory as its shape says is read from a copy and written back
         flat = [_flat(p) if p.is_contiguous() else None for p in self._params]
         fixed: dict[str | int, list[Tensor | None]] = {"param": flat}
@@ -132,9 +138,26 @@ class Update:
         """
         if [p.data_ptr() for p in self._params] != self._addresses:
             self._bind()
-        self._scale.fill_(scale)
-        if limits is not None:
+        if scale != self._last_scale:
+            self._scale.fill_(scale)
+            self._last_scale = scale
+        if limits is not None and list(limits) != self._last_limits:
             self._limits.copy_(torch.tensor(limits))
+            self._last_limits = list(limits)
+        # gradients come out of a pool, most of the time at the same places
+        places = [g.data_ptr() if g.is_contiguous() else 0 for g in gradients]
+        if places == self._places and not self._scattered and 0 not in places:
+            self._session.run_again()
+        else:
+            self._places = []
+            self._run_elsewhere(gradients)
+            self._places = places
+        finite = self._finite is None or bool(self._finite)
+        if self._copies and finite:
+            self._copy_back()
+        return finite
+
+    def _run_elsewhere(self, gradients: Sequence[Tensor]) -> None:
         reads: list[Any] = list(self._reads)
         flat = [g.reshape(-1) for g in gradients]
         for k, part in self._gradient_parts:
@@ -146,10 +169,14 @@ class Update:
             assert isinstance(part, Part)
             reads[k] = self._params[part.param].reshape(-1)[part.start : part.stop]
         self._session.run(reads, self._writes)
-        finite = self._finite is None or bool(self._finite)
-        if self._copies and finite:
-            self._copy_back()
-        return finite
+
+    def set_coefficients(self, group: int, numbers: Sequence[float]) -> None:
+        """The rule's numbers for a group, rounded to its element type."""
+        row = self._rows[group]
+        if row is None:
+            self.coefficients[group].copy_(torch.tensor(numbers, dtype=torch.float64))
+        else:
+            row[:] = numbers
 
     def _copy_back(self) -> None:
         rows: dict[int, Tensor] = {}
