@@ -18,6 +18,7 @@ from lightning_ort.strategy import ORTStrategy
 if TYPE_CHECKING:
     from lightning_ort import amp, optim
     from lightning_ort.onnx_gradients import GradientGraphBuilder
+    from lightning_ort.onnx_training import TrainingParameters, TrainingSession
     from lightning_ort.trainer import ORTTrainer, ORTTrainerOptions, TrainStepInfo
 
 __all__ = [
@@ -33,6 +34,8 @@ __all__ = [
     "Report",
     "StepReport",
     "TrainStepInfo",
+    "TrainingParameters",
+    "TrainingSession",
     "UnsupportedError",
     "__version__",
     "amp",
@@ -42,6 +45,7 @@ __all__ = [
 # not needed by the strategy, and imported when they are asked for
 _MODULES = {"amp": "lightning_ort.amp", "optim": "lightning_ort.optim"}
 _CLASSES = dict.fromkeys(("ORTTrainer", "ORTTrainerOptions", "TrainStepInfo"), "lightning_ort.trainer")
+_CLASSES |= dict.fromkeys(("TrainingParameters", "TrainingSession"), "lightning_ort.onnx_training")
 _CLASSES["GradientGraphBuilder"] = "lightning_ort.onnx_gradients"
 
 

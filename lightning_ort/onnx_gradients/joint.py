@@ -16,10 +16,13 @@ from lightning_ort.onnx_gradients.inputs import HINTS, Fakes, InputInfo
 from lightning_ort.onnx_gradients.region import region_of
 from lightning_ort.onnx_reader import OnnxModule
 
-__all__ = ["GRAD", "Joint", "trace_joint"]
+__all__ = ["GRAD", "NEW", "Joint", "trace_joint"]
 
 GRAD = "_grad"
 """suffix of the name of a gradient"""
+
+NEW = "_new"
+"""suffix of the name of a new running statistic"""
 
 
 @dataclasses.dataclass
@@ -29,7 +32,8 @@ class Joint:
     Attributes:
         tensors: ONNX name to value, of the inputs that are initializers in the file.
         inputs: ONNX name to placeholder; incoming gradients are called ``<output>_grad``.
-        results: ONNX name to node: the outputs of the file, then ``<name>_grad`` for each wanted gradient.
+        results: ONNX name to node: the outputs of the file, then ``<name>_grad`` for each wanted gradient, then
+            ``<name>_new`` for each running statistic that changes, if these were asked for.
     """
 
     traced: Traced
@@ -44,6 +48,8 @@ def trace_joint(
     differentiated: Sequence[str],
     incoming: Sequence[str],
     wanted: Sequence[str],
+    *,
+    statistics: bool = False,
 ) -> Joint:
     """Trace ``module`` and the gradients of its outputs by the initializers and inputs ``wanted``.
 
@@ -51,6 +57,7 @@ def trace_joint(
         infos: the graph inputs.
         differentiated: outputs whose gradients are taken.
         incoming: those of them whose own gradient is an input; that of the others is 1.
+        statistics: give out new running statistics.
 
     Raises:
         ValueError: ``wanted`` names a tensor of whole numbers.
@@ -61,7 +68,7 @@ def trace_joint(
     for hints in HINTS:
         fakes = Fakes(infos, hints)
         try:
-            found.append(_trace(module, fakes, differentiated, incoming, wanted))
+            found.append(_trace(module, fakes, differentiated, incoming, wanted, statistics))
         except (Untraceable, UnsupportedError) as error:
             reason = reason or error
         else:
@@ -81,7 +88,12 @@ def trace_joint(
 
 
 def _trace(
-    module: OnnxModule, fakes: Fakes, differentiated: Sequence[str], incoming: Sequence[str], wanted: Sequence[str]
+    module: OnnxModule,
+    fakes: Fakes,
+    differentiated: Sequence[str],
+    incoming: Sequence[str],
+    wanted: Sequence[str],
+    statistics: bool,
 ) -> Joint:
     region = region_of(module, differentiated, incoming)
     inputs = [fakes.fake(t.shape, t.dtype, [False] * t.dim()) for t in region.tensors.values()]
@@ -102,6 +114,8 @@ def _trace(
     results = dict(zip(module.output_names, traced.outputs[1:], strict=True))
     gradients = {names[i]: g or _zeros(traced, i) for i, g in traced.gradients.items()}
     results |= {f"{name}{GRAD}": gradients[name] for name in wanted}
+    if statistics:
+        results |= {f"{names[i]}{NEW}": value for i, value in traced.updates.items()}
     traced.graph.output_node().args = (list(results.values()),)
     traced.graph.eliminate_dead_code()
     return Joint(traced, region.tensors, dict(zip(names, traced.inputs, strict=False)), results)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import onnx
 import onnx_ir as ir
 
@@ -10,13 +12,16 @@ from lightning_ort.compiler.passes import optimize
 from lightning_ort.compiler.sources import source_line
 from lightning_ort.errors import UnsupportedError
 from lightning_ort.onnx_gradients.draws import write_draw
-from lightning_ort.onnx_gradients.joint import GRAD, Joint
+from lightning_ort.onnx_gradients.joint import GRAD, NEW, Joint
 
 __all__ = ["written"]
 
 
-def written(joint: Joint, proto: onnx.ModelProto) -> ir.Model:
+def written(joint: Joint, proto: onnx.ModelProto, fed: Collection[str] = ()) -> ir.Model:
     """``joint`` as a model whose inputs, initializers and outputs are called as in ``proto``.
+
+    Args:
+        fed: initializers that become inputs.
 
     Raises:
         UnsupportedError: a node of the ONNX file whose value or gradient has no ONNX form.
@@ -43,7 +48,7 @@ def written(joint: Joint, proto: onnx.ModelProto) -> ir.Model:
     _rename_inputs(model, {node.name: name for name, node in joint.inputs.items()})
     for value in list(model.graph.inputs):
         tensor = joint.tensors.get(str(value.name))
-        if tensor is not None:
+        if tensor is not None and value.name not in fed:
             model.graph.inputs.remove(value)
             value.const_value = ir.Tensor(tensor.detach().contiguous().numpy(), name=value.name)
             model.graph.register_initializer(value)
@@ -69,7 +74,7 @@ def _rename_inputs(model: ir.Model, names: dict[str, str]) -> None:
 
 
 def _restore_inputs(model: ir.Model, proto: onnx.ModelProto) -> None:
-    """Inputs as the file declares them, also those that nothing reads, then the gradients that come in."""
+    """Inputs as the file declares them, also those that nothing reads, then what is fed besides."""
     found = {v.name: v for v in model.graph.inputs}
     model.graph.inputs.clear()
     initializers = {i.name for i in proto.graph.initializer}
@@ -85,7 +90,8 @@ def _declare_outputs(model: ir.Model, proto: onnx.ModelProto, joint: Joint) -> N
     """Outputs as the file declares them, gradients like that of which they are the gradient."""
     declared = {o.name: o for o in proto.graph.output}
     shapes = {f"{v.name}{GRAD}": v.shape for v in model.graph.inputs}
-    shapes |= {f"{name}{GRAD}": ir.Shape(tensor.shape) for name, tensor in joint.tensors.items()}
+    for name, tensor in joint.tensors.items():
+        shapes[f"{name}{GRAD}"] = shapes[f"{name}{NEW}"] = ir.Shape(tensor.shape)
     for value in model.graph.outputs:
         name = str(value.name)
         if name in declared:

@@ -1,0 +1,110 @@
+"""What ``TrainingSession.io_binding`` returns."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnxruntime
+
+__all__ = ["TrainingBinding"]
+
+
+class TrainingBinding(onnxruntime.IOBinding):
+    """An ``onnxruntime.IOBinding`` on CPU memory for a session whose weights live in torch.
+
+    Inputs are read, and bound outputs written, when ``run_with_iobinding`` is called.
+    """
+
+    def __init__(self, input_names: Sequence[str], output_names: Sequence[str]) -> None:
+        self._input_names, self._output_names = list(input_names), list(output_names)
+        self.inputs: dict[str, np.ndarray] = {}
+        self.targets: dict[str, np.ndarray | onnxruntime.OrtValue | None] = {}
+        self.results: list[onnxruntime.OrtValue] = []
+
+    def _known(self, name: str, names: Sequence[str], kind: str) -> None:
+        if name not in names:
+            raise ValueError(f"The session has no {kind} {name!r}. It has: {', '.join(names)}.")
+
+    def bind_cpu_input(self, name: str, arr_on_cpu: np.ndarray) -> None:
+        self._known(name, self._input_names, "input")
+        self.inputs[name] = arr_on_cpu
+
+    def bind_input(
+        self, name: str, device_type: str, device_id: int, element_type: Any, shape: Sequence[int], buffer_ptr: int
+    ) -> None:
+        self._known(name, self._input_names, "input")
+        self.inputs[name] = _view(device_type, element_type, shape, buffer_ptr)
+
+    def bind_ortvalue_input(self, name: str, ortvalue: onnxruntime.OrtValue) -> None:
+        self._known(name, self._input_names, "input")
+        self.inputs[name] = ortvalue.numpy()
+
+    def bind_output(
+        self,
+        name: str,
+        device_type: str = "cpu",
+        device_id: int = 0,
+        element_type: Any = None,
+        shape: Sequence[int] | None = None,
+        buffer_ptr: int | None = None,
+    ) -> None:
+        self._known(name, self._output_names, "output")
+        if buffer_ptr is None:
+            self.targets[name] = None
+        else:
+            self.targets[name] = _view(device_type, element_type, shape or (), buffer_ptr)
+
+    def bind_ortvalue_output(self, name: str, ortvalue: onnxruntime.OrtValue) -> None:
+        self._known(name, self._output_names, "output")
+        self.targets[name] = ortvalue
+
+    def store(self, results: Sequence[np.ndarray]) -> None:
+        """Hand the results of a run, in the order of :attr:`targets`, to their targets."""
+        self.results = []
+        for (name, target), array in zip(self.targets.items(), results, strict=True):
+            if isinstance(target, np.ndarray):
+                if target.shape != array.shape or target.dtype != array.dtype:
+                    raise ValueError(
+                        f"Output {name!r} is {array.dtype}{list(array.shape)}; the memory bound for it is "
+                        f"{target.dtype}{list(target.shape)}."
+                    )
+                target[...] = array
+                self.results.append(onnxruntime.OrtValue.ortvalue_from_numpy(target))
+            elif target is not None:
+                target.update_inplace(array)
+                self.results.append(target)
+            else:
+                self.results.append(onnxruntime.OrtValue.ortvalue_from_numpy(array))
+
+    def synchronize_inputs(self) -> None:
+        """Nothing to wait for on the CPU."""
+
+    def synchronize_outputs(self) -> None:
+        """Nothing to wait for on the CPU."""
+
+    def get_outputs(self) -> list[onnxruntime.OrtValue]:
+        """Results of the last run, in the order in which they were bound."""
+        return list(self.results)
+
+    def copy_outputs_to_cpu(self) -> list[np.ndarray]:
+        """Results of the last run as arrays of their own."""
+        return [v.numpy() for v in self.results]
+
+    def clear_binding_inputs(self) -> None:
+        self.inputs.clear()
+
+    def clear_binding_outputs(self) -> None:
+        self.targets.clear()
+        self.results = []
+
+
+def _view(device_type: str, element_type: Any, shape: Sequence[int], address: int) -> np.ndarray:
+    if device_type != "cpu":
+        raise ValueError(f"Memory on {device_type!r} cannot be bound to a TrainingSession; expected 'cpu'.")
+    dtype = np.dtype(element_type)
+    count = int(np.prod(shape, dtype=np.int64)) if len(shape) else 1
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return np.frombuffer(memory, dtype=dtype, count=count).reshape(tuple(shape))

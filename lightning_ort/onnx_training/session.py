@@ -1,0 +1,337 @@
+"""Training of a forward ONNX file: gradients, accumulation, clipping and the optimizer, in ONNX Runtime."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import torch
+from onnx import TensorProto, helper
+
+from lightning_ort.onnx_gradients.inputs import input_infos
+from lightning_ort.onnx_gradients.joint import GRAD, NEW
+from lightning_ort.onnx_reader import to_torch
+from lightning_ort.onnx_reader.load import Model, load
+from lightning_ort.onnx_reader.parameters import trainable_initializers
+from lightning_ort.onnx_training.binding import TrainingBinding
+from lightning_ort.onnx_training.feeds import as_feed, as_scalar, as_tensor
+from lightning_ort.onnx_training.graph import TrainingGraph
+from lightning_ort.onnx_training.optimizers import SHARED, WeightUpdate
+from lightning_ort.onnx_training.parameters import TrainingParameters
+from lightning_ort.onnx_training.saved_graphs import save_graphs
+from lightning_ort.onnx_training.session_info import SessionInfo
+from lightning_ort.onnx_training.signature import signature_session
+from lightning_ort.onnx_training.weights import trained_weights
+from lightning_ort.runtime.session import RuntimeConfig
+
+__all__ = ["TrainingSession"]
+
+ALL_FINITE = "all_finite"
+ACCUMULATED = "Group_Accumulated_Gradients"
+
+
+class TrainingSession(SessionInfo):
+    """Trains the weights of a forward ONNX graph, on any ONNX Runtime.
+
+    Each :meth:`run` computes the outputs, the gradients of the loss and, after every
+    ``gradient_accumulation_steps`` runs, one update of the weights. Outputs are those before the update; the update
+    is complete when ``run`` returns. A run with ``RunOptions.only_execute_path_to_fetches`` evaluates instead: no
+    gradient, no update, Dropout off, running statistics used and not changed.
+
+    Args:
+        path_or_bytes: a path, a serialized model, or an ``onnx.ModelProto``, opset 13 to 21. It is not changed.
+        parameters: names the loss, the weights, the optimizer.
+        sess_options: as for ``onnxruntime.InferenceSession``; or a mapping of option names to values.
+        providers: execution providers in order of preference, names or tuples of name and options.
+        provider_options: one mapping per provider.
+
+    Raises:
+        FileNotFoundError, ValueError: no such file, not an ONNX model, unknown names, or a property that contradicts
+            the model.
+        UnsupportedError: an operator that cannot be read or differentiated, named with its node.
+        ProviderError: a provider that this ONNX Runtime does not have.
+    """
+
+    def __init__(
+        self,
+        path_or_bytes: Model,
+        parameters: TrainingParameters,
+        sess_options: Any = None,
+        providers: Sequence[Any] | None = None,
+        provider_options: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        if not isinstance(parameters, TrainingParameters):
+            raise TypeError(f"parameters is a {type(parameters).__name__}; expected lightning_ort.TrainingParameters.")
+        self._parameters, self._proto = parameters, load(path_or_bytes)
+        self._infos = input_infos(self._proto)
+        self._forward_outputs = [o.name for o in self._proto.graph.output]
+        self._loss = self._find_loss()
+        trained = trained_weights(self._proto, parameters)
+        if not trained:
+            raise ValueError("No weight is trained: the model has no float initializer that may be.")
+        self._module = to_torch(self._proto, trained)
+        by_name = {onnx_name: path for path, onnx_name in self._module.parameter_names.items()}
+        tensors = dict(self._module.named_parameters())
+        self._weights = {n: tensors[by_name[n]].detach() for n in trained}
+        buffers = dict(self._module.named_buffers())
+        frozen = set(trainable_initializers(self._proto))
+        self._buffers = {
+            n: buffers[p]
+            for p, n in self._module.buffer_names.items()
+            if p in buffers and (n in frozen or not p.startswith("constant_"))
+        }
+        self._pending: dict[str, torch.Tensor] = {}
+        self._n_accumulated = 0
+        self._fallback = True
+        self._options = sess_options
+        self._make(providers, provider_options)
+        if self._updates is not None and parameters._initial_state:
+            self._updates.assign(self._updates.check(parameters._initial_state))
+        save_graphs(self._proto, parameters, self._loss, list(self._weights), self._updates)
+
+    def _find_loss(self) -> str:
+        name = self._parameters.loss_output_name
+        if not name:
+            raise ValueError("TrainingParameters.loss_output_name is not set; expected the output that is the loss.")
+        if name not in self._forward_outputs:
+            raise ValueError(f"loss_output_name is {name!r}; the model's outputs are {self._forward_outputs}.")
+        return name
+
+    def _make(self, providers: Sequence[Any] | None, provider_options: Sequence[Mapping[str, Any]] | None) -> None:
+        names, options = _split(providers, provider_options)
+        self._config = config = RuntimeConfig(names, options, self._options)
+        self._train = self._graph(list(self._weights))
+        self._evaluation: TrainingGraph | None = None
+        update = None
+        if self._parameters.training_optimizer_name:
+            update = WeightUpdate(self._parameters, self._weights, config)
+        old = getattr(self, "_updates", None)
+        if update is not None and old is not None:
+            update.assign(update.check(old.state()))
+        self._updates: WeightUpdate | None = update
+        extra = [helper.make_tensor_value_info(n, TensorProto.BOOL, [1]) for n in self._flags()]
+        if self._parameters.set_gradients_as_graph_outputs:
+            for name, tensor in self._weights.items():
+                dtype = helper.np_dtype_to_tensor_dtype(np.dtype(str(tensor.dtype).removeprefix("torch.")))
+                extra.append(helper.make_tensor_value_info(f"{name}_grad", dtype, list(tensor.shape)))
+        rate = self._parameters.lr_params_feed_name if self._updates is not None else None
+        self._signature = signature_session(self._proto, rate, extra)
+        self._output_names = [o.name for o in self._signature.get_outputs()]
+
+    def _graph(self, wanted: list[str]) -> TrainingGraph:
+        tensors = self._weights | self._buffers
+        return TrainingGraph(self._proto, self._module, self._loss, wanted, tensors, self._config)
+
+    def _flags(self) -> list[str]:
+        flags = [ALL_FINITE] if self._parameters.loss_scale else []
+        return flags + ([ACCUMULATED] if self._parameters.gradient_accumulation_steps > 1 else [])
+
+    # -- running ----------------------------------------------------------------------------------------------------
+
+    def run(
+        self, output_names: Sequence[str] | None, input_feed: Mapping[str, Any], run_options: Any = None
+    ) -> list[np.ndarray]:
+        """One step.
+
+        Args:
+            output_names: names of the wanted outputs; ``None`` or an empty list for all.
+            input_feed: name to numpy array, OrtValue or torch tensor. With an optimizer it must hold the learning
+                rate, one float, under ``lr_params_feed_name``; an evaluation needs none.
+            run_options: with ``only_execute_path_to_fetches`` set, evaluate.
+
+        Returns:
+            The outputs as numpy arrays of their own memory.
+
+        Raises:
+            ValueError: an unknown output, or a feed that does not fit; nothing has been changed then.
+        """
+        evaluate = bool(getattr(run_options, "only_execute_path_to_fetches", False))
+        known = self._forward_outputs if evaluate else self._output_names
+        names = list(output_names or known)
+        unknown = [n for n in names if n not in known]
+        if unknown:
+            raise ValueError(f"The session has no output {', '.join(map(repr, unknown))}. It has: {', '.join(known)}.")
+        given = dict(input_feed)
+        rate_name = self._parameters.lr_params_feed_name
+        lr = None
+        if self._updates is not None and rate_name in given:
+            lr = as_scalar(rate_name, given.pop(rate_name))
+        if lr is None and self._updates is not None and not evaluate:
+            raise ValueError(f"The feed lacks the learning rate, one float under {rate_name!r}.")
+        feed = as_feed(self._infos, given)
+        if evaluate:
+            found = self._forward(feed, 1.0, evaluate=True)
+        else:
+            found = self._step(feed, lr)
+        return [found[n] for n in names]
+
+    def _forward(
+        self, feed: Mapping[str, torch.Tensor], scale: float, *, evaluate: bool = False
+    ) -> dict[str, np.ndarray]:
+        if evaluate and self._evaluation is None:
+            self._evaluation = self._graph([])
+        graph = self._evaluation if evaluate and self._evaluation is not None else self._train
+        try:
+            return graph(feed, scale)
+        except Exception as error:
+            if not (self._fallback and type(error).__name__ == "EPFail"):
+                raise
+            warnings.warn(f"The execution provider failed ({error}); going on with the CPU's.", stacklevel=4)
+            self.set_providers(["CPUExecutionProvider"])
+            return self._forward(feed, scale, evaluate=evaluate)
+
+    def _step(self, feed: Mapping[str, torch.Tensor], lr: float | None) -> dict[str, np.ndarray]:
+        scale = float(self._parameters.loss_scale) or 1.0
+        found = self._forward(feed, scale)
+        for name, buffer in self._buffers.items():
+            if f"{name}{NEW}" in found:
+                buffer.copy_(torch.from_numpy(found[f"{name}{NEW}"]))
+        gradients = {n: torch.from_numpy(found[f"{n}{GRAD}"]) for n in self._weights}
+        if self._parameters.set_gradients_as_graph_outputs:
+            found |= {f"{n}{GRAD}": (g / scale).numpy() for n, g in gradients.items()}
+        steps = self._parameters.gradient_accumulation_steps
+        updated = finite = True
+        if self._updates is not None:
+            complete = self._accumulated(gradients, steps)
+            updated = complete is not None
+            if complete is not None and lr is not None:
+                ordered = [complete[n] for n in self._weights]
+                finite = self._updates.run(ordered, lr, 1.0 / (steps * scale))
+        found[ALL_FINITE] = np.array([finite])
+        found[ACCUMULATED] = np.array([not updated])
+        return found
+
+    def _accumulated(self, gradients: dict[str, torch.Tensor], steps: int) -> dict[str, torch.Tensor] | None:
+        """Sums of the gradients of ``steps`` runs when they are complete, else ``None``."""
+        if steps == 1:
+            return gradients
+        if not self._pending:
+            self._pending = {n: g.clone() for n, g in gradients.items()}
+        else:
+            for name, gradient in gradients.items():
+                self._pending[name].add_(gradient)
+        self._n_accumulated += 1
+        if self._n_accumulated < steps:
+            return None
+        complete, self._pending, self._n_accumulated = self._pending, {}, 0
+        return complete
+
+    def run_with_ort_values(
+        self, output_names: Sequence[str] | None, input_dict_ort_values: Mapping[str, Any], run_options: Any = None
+    ) -> list[onnxruntime.OrtValue]:
+        """:meth:`run` with OrtValues in and out."""
+        results = self.run(output_names, input_dict_ort_values, run_options)
+        return [onnxruntime.OrtValue.ortvalue_from_numpy(r) for r in results]
+
+    def io_binding(self) -> TrainingBinding:
+        """A binding for :meth:`run_with_iobinding`."""
+        return TrainingBinding([i.name for i in self.get_inputs()], self._output_names)
+
+    def run_with_iobinding(self, iobinding: TrainingBinding, run_options: Any = None) -> None:
+        """:meth:`run` with what is bound; the results go to the bound outputs."""
+        if not isinstance(iobinding, TrainingBinding):
+            raise TypeError("iobinding is not from io_binding() of a TrainingSession.")
+        iobinding.store(self.run(list(iobinding.targets), iobinding.inputs, run_options))
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def get_state(self) -> dict[str, np.ndarray]:
+        """Weights, running statistics and optimizer states, flat: ``w``, ``Moment_1_w``, ``Update_Count_w``."""
+        state = dict(self.get_model_state()["full_precision"])
+        for weight, values in self.get_optimizer_state().items():
+            for name, array in values.items():
+                state[name if weight == SHARED else f"{name}_{weight}"] = array
+        return state
+
+    def load_state(self, state_dict: Mapping[str, Any], strict: bool = False) -> None:
+        """Take over a state from :meth:`get_state`.
+
+        Args:
+            state_dict: name to array.
+            strict: raise if a name is missing.
+
+        Raises:
+            ValueError: an unknown name (whether strict or not), a missing one, or a wrong shape or element type.
+                Nothing has been changed then.
+        """
+        own = self.get_state()
+        unknown, missing = sorted(set(state_dict) - set(own)), sorted(set(own) - set(state_dict))
+        if unknown or (strict and missing):
+            raise ValueError(
+                f"The state does not fit: unknown names {unknown}, missing names {missing if strict else []}."
+            )
+        tensors = self._weights | self._buffers
+        assignments: list[tuple[torch.Tensor | None, torch.Tensor]] = []
+        optimizer: dict[str, dict[str, Any]] = {}
+        flat = {
+            (name if weight == SHARED else f"{name}_{weight}"): (weight, name)
+            for weight, values in self.get_optimizer_state().items()
+            for name in values
+        }
+        for name, value in state_dict.items():
+            tensor = as_tensor(name, value)
+            if name in tensors:
+                target = tensors[name]
+                if tensor.shape != target.shape or tensor.dtype != target.dtype:
+                    raise ValueError(
+                        f"{name!r} is {tensor.dtype} of shape {tuple(tensor.shape)}; expected {target.dtype} of shape "
+                        f"{tuple(target.shape)}."
+                    )
+                assignments.append((target, tensor))
+            else:
+                weight, state = flat[name]
+                optimizer.setdefault(weight, {})[state] = tensor
+        checked = self._updates.check(optimizer) if self._updates is not None else []
+        for target, tensor in assignments:
+            assert target is not None
+            target.copy_(tensor)
+        if self._updates is not None:
+            self._updates.assign(checked)
+
+    def get_model_state(self, include_mixed_precision_weights: bool = False) -> dict[str, dict[str, np.ndarray]]:
+        """``{"full_precision": {name: array}}`` of weights, trained or not, and running statistics, as copies.
+
+        Scalars that are not trained are constants of the graph and not among them.
+
+        There are no mixed-precision weights, so ``include_mixed_precision_weights`` adds an empty mapping.
+        """
+        state = {"full_precision": {n: t.numpy().copy() for n, t in (self._weights | self._buffers).items()}}
+        return state | ({"mixed_precision": {}} if include_mixed_precision_weights else {})
+
+    def get_optimizer_state(self) -> dict[str, dict[str, np.ndarray]]:
+        """Per weight ``Moment_1``, ``Moment_2`` and ``Update_Count`` (for LAMB one ``Step``), as copies."""
+        if self._updates is None:
+            return {}
+        return {w: {n: t.numpy().copy() for n, t in v.items()} for w, v in self._updates.state().items()}
+
+    def get_partition_info_map(self) -> dict[str, dict[str, list[int]]]:
+        """How weights are divided among processes: they are not, so it is empty."""
+        return {}
+
+    def is_output_fp32_node(self, output_name: str) -> bool:
+        """Whether an output is float32."""
+        found = {o.name: o.type for o in self.get_outputs()}
+        if output_name not in found:
+            raise ValueError(f"The session has no output {output_name!r}. It has: {', '.join(found)}.")
+        return found[output_name] == "tensor(float)"
+
+    def set_providers(
+        self, providers: Sequence[Any] | None = None, provider_options: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
+        """Make the sessions anew with these providers; weights and states are kept."""
+        self._make(providers, provider_options)
+
+
+def _split(providers: Sequence[Any] | None, options: Any) -> tuple[list[str] | None, Any]:
+    """Names and options of providers that may be tuples of both."""
+    if providers is None:
+        return None, options
+    names = [p[0] if isinstance(p, tuple) else p for p in providers]
+    if any(isinstance(p, tuple) for p in providers):
+        if options:
+            raise ValueError("provider_options cannot be given together with options in providers.")
+        options = [dict(p[1]) if isinstance(p, tuple) else {} for p in providers]
+    return names, options
