@@ -112,7 +112,7 @@ def nested(path: str, value: object) -> dict:
     return value  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("given", VALID, ids=str)
+@pytest.mark.parametrize("given", VALID)
 def test_valid_options_are_taken(given):
     ORTTrainerOptions(given)
 
