@@ -17,12 +17,13 @@ from lightning_ort.onnx_reader import to_torch
 from lightning_ort.onnx_reader.load import Model, load
 from lightning_ort.onnx_reader.parameters import trainable_initializers
 from lightning_ort.onnx_training.binding import TrainingBinding
-from lightning_ort.onnx_training.feeds import as_feed, as_scalar, as_tensor
+from lightning_ort.onnx_training.feeds import as_feed, as_scalar
 from lightning_ort.onnx_training.graph import TrainingGraph
-from lightning_ort.onnx_training.optimizers import SHARED, WeightUpdate
+from lightning_ort.onnx_training.optimizers import WeightUpdate
 from lightning_ort.onnx_training.parameters import TrainingParameters
 from lightning_ort.onnx_training.saved_graphs import save_graphs
 from lightning_ort.onnx_training.session_info import SessionInfo
+from lightning_ort.onnx_training.session_state import SessionState
 from lightning_ort.onnx_training.signature import signature_session
 from lightning_ort.onnx_training.weights import trained_weights
 from lightning_ort.runtime.session import RuntimeConfig
@@ -33,7 +34,7 @@ ALL_FINITE = "all_finite"
 ACCUMULATED = "Group_Accumulated_Gradients"
 
 
-class TrainingSession(SessionInfo):
+class TrainingSession(SessionInfo, SessionState):
     """Trains the weights of a forward ONNX graph, on any ONNX Runtime.
 
     Each :meth:`run` computes the outputs, the gradients of the loss and, after every
@@ -235,77 +236,6 @@ class TrainingSession(SessionInfo):
         if not isinstance(iobinding, TrainingBinding):
             raise TypeError("iobinding is not from io_binding() of a TrainingSession.")
         iobinding.store(self.run(list(iobinding.targets), iobinding.inputs, run_options))
-
-    # -- state ------------------------------------------------------------------------------------------------------
-
-    def get_state(self) -> dict[str, np.ndarray]:
-        """Weights, running statistics and optimizer states, flat: ``w``, ``Moment_1_w``, ``Update_Count_w``."""
-        state = dict(self.get_model_state()["full_precision"])
-        for weight, values in self.get_optimizer_state().items():
-            for name, array in values.items():
-                state[name if weight == SHARED else f"{name}_{weight}"] = array
-        return state
-
-    def load_state(self, state_dict: Mapping[str, Any], strict: bool = False) -> None:
-        """Take over a state from :meth:`get_state`.
-
-        Args:
-            state_dict: name to array.
-            strict: raise if a name is missing.
-
-        Raises:
-            ValueError: an unknown name (whether strict or not), a missing one, or a wrong shape or element type.
-                Nothing has been changed then.
-        """
-        own = self.get_state()
-        unknown, missing = sorted(set(state_dict) - set(own)), sorted(set(own) - set(state_dict))
-        if unknown or (strict and missing):
-            raise ValueError(
-                f"The state does not fit: unknown names {unknown}, missing names {missing if strict else []}."
-            )
-        tensors = self._weights | self._buffers
-        assignments: list[tuple[torch.Tensor | None, torch.Tensor]] = []
-        optimizer: dict[str, dict[str, Any]] = {}
-        flat = {
-            (name if weight == SHARED else f"{name}_{weight}"): (weight, name)
-            for weight, values in self.get_optimizer_state().items()
-            for name in values
-        }
-        for name, value in state_dict.items():
-            tensor = as_tensor(name, value)
-            if name in tensors:
-                target = tensors[name]
-                if tensor.shape != target.shape or tensor.dtype != target.dtype:
-                    raise ValueError(
-                        f"{name!r} is {tensor.dtype} of shape {tuple(tensor.shape)}; expected {target.dtype} of shape "
-                        f"{tuple(target.shape)}."
-                    )
-                assignments.append((target, tensor))
-            else:
-                weight, state = flat[name]
-                optimizer.setdefault(weight, {})[state] = tensor
-        checked = self._updates.check(optimizer) if self._updates is not None else []
-        for target, tensor in assignments:
-            assert target is not None
-            target.copy_(tensor)
-        if self._updates is not None:
-            self._updates.assign(checked)
-
-    def get_model_state(self, include_mixed_precision_weights: bool = False) -> dict[str, dict[str, np.ndarray]]:
-        """``{"full_precision": {name: array}}`` of weights, trained or not, and running statistics, as copies.
-
-        Scalars that are not trained are constants of the graph and not among them.
-
-        There are no mixed-precision weights, so ``include_mixed_precision_weights`` adds an empty mapping.
-        """
-        state = {"full_precision": {n: t.numpy().copy() for n, t in (self._weights | self._buffers).items()}}
-        return state | ({"mixed_precision": {}} if include_mixed_precision_weights else {})
-
-    def get_optimizer_state(self) -> dict[str, dict[str, np.ndarray]]:
-        """Per weight ``Moment_1``, ``Moment_2`` and ``Update_Count`` (for LAMB one ``Step``), as copies."""
-        if self._updates is None:
-            return {}
-        return {w: {n: t.numpy().copy() for n, t in v.items()} for w, v in self._updates.state().items()}
 
     def get_partition_info_map(self) -> dict[str, dict[str, list[int]]]:
         """How weights are divided among processes: they are not, so it is empty."""
