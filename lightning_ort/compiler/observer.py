@@ -83,9 +83,12 @@ class DynamoObserver(logging.Handler):
         where = str(metrics.co_filename or "")
         if not metrics.fail_reason or not where or where.startswith(_LIBRARIES):
             return
+        resumed = re.match(r"torch_dynamo_resume_in_(\w+)_at_(\d+)", metrics.co_name)
         entry = InTorch(
-            what=f"{metrics.co_name} as a whole",
-            reason="Dynamo cannot compile a part of it, as where the graph breaks inside of a loop: "
+            what="{} from line {} on, as a whole".format(*resumed.groups())
+            if resumed
+            else f"{metrics.co_name} as a whole",
+            reason="Dynamo cannot compile a part of it, as where the graph breaks inside of a loop or a with block: "
             f"{_why(metrics.fail_reason)}",
             source=f"{where}:{metrics.co_firstlineno}",
         )
