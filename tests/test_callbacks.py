@@ -110,7 +110,6 @@ def test_learning_rate_finder(tmp_path):
 
 def test_device_stats_monitor():
     """Logs the CPU's numbers next to the losses; those are compared, the CPU's only counted."""
-    pytest.importorskip("psutil")
     rows = []
     for strategy in ("auto", STRATEGY):
         run = fit(Regressor, curve, strategy=strategy, callbacks=DeviceStatsMonitor, logger=MemoryLogger, max_steps=10)
