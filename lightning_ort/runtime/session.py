@@ -151,16 +151,18 @@ class OrtSession:
             self._bindings[last] = binding
         # Re-binding costs more than the rest of a small step, so only what has moved is bound again. An empty tensor
         # has no address.
-        places = [(t.data_ptr(), t.shape) for t in inputs]
-        if places != binding.inputs:
-            for i in _differing(places, binding.inputs):
-                self._bind(binding.io.bind_input, self._inputs[i], inputs[i])
-            binding.inputs = places
-        places = [(t.data_ptr(), t.shape) for t in outputs]
-        if places != binding.outputs:
-            for i in _differing(places, binding.outputs):
-                self._bind(binding.io.bind_output, self._outputs[i], outputs[i])
-            binding.outputs = places
+        bound = binding.inputs
+        for i, tensor in enumerate(inputs):
+            place = (tensor.data_ptr(), tensor.shape)
+            if place != bound[i]:
+                self._bind(binding.io.bind_input, self._inputs[i], tensor)
+                bound[i] = place
+        bound = binding.outputs
+        for i, tensor in enumerate(outputs):
+            place = (tensor.data_ptr(), tensor.shape)
+            if place != bound[i]:
+                self._bind(binding.io.bind_output, self._outputs[i], tensor)
+                bound[i] = place
         self._latest = binding
         self._session.run_with_iobinding(binding.io)
 
@@ -189,7 +191,3 @@ class OrtSession:
             bind_bfloat16(bind, name, self._device, tensor)
         else:
             bind(name, *self._device, element, tuple(tensor.shape), tensor.data_ptr())
-
-
-def _differing(places: Sequence[Any], bound: Sequence[Any]) -> list[int]:
-    return [i for i, (place, there) in enumerate(zip(places, bound, strict=True)) if place != there]
