@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch import fx
 from lightning_ort.compiler.sizes import Sizes
 from lightning_ort.runtime.memory import TensorPool
 
-__all__ = ["Allocator", "allocator", "pooled_allocator"]
+__all__ = ["Allocator", "allocator", "kept_buffers", "pooled_allocator"]
+
+_SMALL = 16  # entries
 
 Allocator = Callable[[Sequence[Any]], list[torch.Tensor]]
 
@@ -25,6 +28,20 @@ def allocator(nodes: Sequence[fx.Node], sizes: Sizes, device: torch.device) -> A
         return [empty(size(inputs), dtype=dtype, device=device) for size, dtype in parts]
 
     return allocate
+
+
+def kept_buffers(nodes: Sequence[fx.Node], device: torch.device) -> dict[int, torch.Tensor]:
+    """Number of a node to memory that may stay the same from run to run, for those of few entries.
+
+    Copying them out takes less time than binding the memory of a new tensor.
+    """
+    shapes = {i: n.meta["val"].shape for i, n in enumerate(nodes)}
+    fixed = {i: tuple(s) for i, s in shapes.items() if all(isinstance(size, int) for size in s)}
+    return {
+        i: torch.empty(shape, dtype=nodes[i].meta["val"].dtype, device=device)
+        for i, shape in fixed.items()
+        if math.prod(shape) <= _SMALL
+    }
 
 
 def pooled_allocator(nodes: Sequence[fx.Node], device: torch.device) -> Allocator | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compiler.allocation import allocator, pooled_allocator
+from lightning_ort.compiler.allocation import allocator, kept_buffers, pooled_allocator
 from lightning_ort.compiler.drawing import drawer
 from lightning_ort.compiler.numbers import is_number
 from lightning_ort.compiler.plan import Fallback, Plan
@@ -61,7 +61,8 @@ class Executable:
         position = {n: i for i, n in enumerate(results)}
         try:
             sizes = Sizes(inputs)
-            self._allocate = allocator(others, sizes, device)
+            self._kept = kept_buffers(others, device)
+            self._allocate = allocator([n for i, n in enumerate(others) if i not in self._kept], sizes, device)
             self._allocate_gradients = pooled_allocator(own, device) or allocator(own, sizes, device)
             numbers = [o.meta["val"] if isinstance(o, fx.Node) and is_number(o) else o for o in traced.outputs]
             self._numbers = sizes.evaluator([0 if isinstance(n, fx.Node) or n is None else n for n in numbers])
@@ -91,8 +92,13 @@ class Executable:
     def run(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
         """All results for the inputs (and tangents) of one run."""
         draws = self._draw(inputs) if self.has_draws else ()
-        results = [*self._allocate(inputs), *self._allocate_gradients(inputs)]
+        results = self._allocate(inputs)
+        for i, buffer in self._kept.items():
+            results.insert(i, buffer)
+        results += self._allocate_gradients(inputs)
         self.plan.run([*inputs, *draws], results)
+        for i, buffer in self._kept.items():
+            results[i] = buffer.clone()
         return results
 
     def numbers(self, inputs: Sequence[Any]) -> tuple[Any, ...]:

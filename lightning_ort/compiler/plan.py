@@ -137,6 +137,9 @@ class Plan:
                    for n in inputs if is_number(n)}  # fmt: skip
         ahead = set(self._outputs)
         inner = [n for n in segment.outputs if n not in ahead]
+        if not inner and not numbers:
+            pick_reads, pick_writes = _picker(reads), _picker(writes)
+            return lambda values: session.run(pick_reads(values), pick_writes(values))
         allocate, inner_slots = allocator(inner, self._sizes, self._device), [written[n] for n in inner]
         n_inputs, device = len(self._inputs), self._device
 
@@ -185,6 +188,9 @@ class Plan:
                 double=any(t.dtype == torch.float64 for n in segment.nodes for t in _tensors(n)),
                 small=operations(segment.nodes) < SMALL,
                 repeats=repeats,
+                same_shapes=all(
+                    isinstance(d, int) for n in [*inputs, *segment.outputs] for t in _tensors(n) for d in t.shape
+                ),
             )
         except Exception as error:
             node = _blamed(str(error), by_name)
@@ -195,11 +201,21 @@ class Plan:
 
     def run(self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
         """Compute ``outputs`` (from :attr:`allocate`, or tensors like them) from ``inputs``."""
-        values = [*inputs, *outputs, *([None] * self._n_inner)]
+        values = [*inputs, *outputs]
+        if len(self._steps) == 1:
+            self._steps[0](values)
+            return
+        values += [None] * self._n_inner
         for step, done in zip(self._steps, self._last_reads, strict=True):
             step(values)
             for slot in done:
                 values[slot] = None
+
+
+def _picker(slots: Sequence[Slot]) -> Callable[[list[Any]], Sequence[Any]]:
+    if len(slots) < 2:
+        return lambda values: [values[i] for i in slots]
+    return operator.itemgetter(*slots)
 
 
 _VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
