@@ -52,7 +52,8 @@ class Adam(Rule):
             scaled_epsilon: add ``epsilon`` to the corrected root, as torch does, and not to the root of the moment.
         """
         first = 1 - alpha**count if bias_correction else 1.0
-        second = math.sqrt(1 - beta**count) if bias_correction else 1.0
+        # a power, so that lr and count may be tensors
+        second = (1 - beta**count) ** 0.5 if bias_correction else 1.0
         # m / first / (sqrt(v) / second + epsilon), with all scalar factors drawn together
         epsilon = epsilon * second if scaled_epsilon else epsilon
         return alpha, 1 - alpha, beta, math.sqrt(1 - beta), epsilon, lr * second / first, 1 - lr * weight_decay

@@ -39,7 +39,8 @@ class Lamb(Rule):
     ) -> tuple[float, ...]:
         """Coefficients of update number ``count``, which starts at 1; see :meth:`Adam.numbers`."""
         first = 1 - alpha**count if bias_correction else 1.0
-        second = math.sqrt(1 - beta**count) if bias_correction else 1.0
+        # a power, so that lr and count may be tensors
+        second = (1 - beta**count) ** 0.5 if bias_correction else 1.0
         return (
             alpha, 1 - alpha, beta, math.sqrt(1 - beta), epsilon * second, second / first, weight_decay, lr,
             ratio_min, ratio_max,

@@ -1,0 +1,1 @@
+"""On-device training: artifacts, and the classes that train them, on any ONNX Runtime."""
