@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
 
 __all__ = ["AdamConfig", "LambConfig", "SGDConfig"]
 
@@ -61,6 +65,12 @@ class _OptimizerConfig:
             if weight in group["params"]:
                 found |= {key: value for key, value in group.items() if key != "params"}
         return found
+
+    def torch_optimizer(self, module: nn.Module) -> Optimizer:
+        """The same as a torch optimizer, for ``configure_optimizers``; see :func:`.conversion.torch_optimizer`."""
+        from lightning_ort.optim.conversion import torch_optimizer
+
+        return torch_optimizer(self, module)
 
     def __repr__(self) -> str:
         groups = f", {len(self.params)} groups" if self.params else ""

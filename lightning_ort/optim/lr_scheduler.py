@@ -10,6 +10,9 @@ import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
     from lightning_ort.trainer.step_info import TrainStepInfo
 
 __all__ = [
@@ -47,6 +50,12 @@ class _LRScheduler:
         """
         _require(len(self._last_lr) > 0, "Learning rate must be computed by a training step before it can be read")
         return self._last_lr
+
+    def torch_scheduler(self, optimizer: Optimizer, last_epoch: int = -1) -> LRScheduler:
+        """The same as a torch scheduler, for ``configure_optimizers``; see :class:`.torch_scheduler.ScheduledLR`."""
+        from lightning_ort.optim.torch_scheduler import ScheduledLR
+
+        return ScheduledLR(optimizer, self, last_epoch)
 
     def _step(self, train_step_info: TrainStepInfo) -> list[float]:
         self._last_lr = self.get_lr(train_step_info)

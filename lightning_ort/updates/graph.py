@@ -50,6 +50,7 @@ class UpdateGraph:
         model: the finished graph, to be executed without further optimization.
         inputs: what each of its inputs is.
         outputs: what each of its outputs is.
+        wide: the element type of the scale and the limits, the widest there is.
     """
 
     def __init__(
@@ -62,15 +63,16 @@ class UpdateGraph:
         self._traces: dict[Any, fx.Graph] = {}
         results: dict[Slot, fx.Node] = {}
         gradients = [self._joined("grad", piece) for piece in pieces]
-        scale = self._input(Slot("scale"), (), torch.float32)
+        self.wide = torch.float64 if torch.float64 in dtypes else torch.float32
+        scale = self._input(Slot("scale"), (), self.wide)
         factors = {g: self._cast(scale, dtypes[g]) for g in sorted({p.group for p in pieces})}
         if clip or guard:
             squares = [self._call(_dot, [g])[0] for g in gradients]
-            squares = [self._cast(s, torch.float32) for s in squares]
+            squares = [self._cast(s, self.wide) for s in squares]
             total = squares[0] if len(squares) == 1 else self._call(_total, squares)[0]
         if clip:
             for group in factors:
-                limit = self._input(Slot("limit", group), (), torch.float32)
+                limit = self._input(Slot("limit", group), (), self.wide)
                 factors[group] = self._cast(self._call(_clipped, [total, scale, limit])[0], dtypes[group])
         finite = self._call(torch.isfinite, [total])[0] if guard else None
         if finite is not None:

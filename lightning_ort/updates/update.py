@@ -65,8 +65,8 @@ class Update:
         self.coefficients = [torch.zeros(len(rule.coefficients), dtype=dtype, device=self._device) for dtype in ordered]
         # written through numpy, which is quicker for so few numbers
         self._rows = [c.numpy() if self._device.type == "cpu" else None for c in self.coefficients]
-        self._scale = torch.ones((), device=self._device)
-        self._limits = torch.full((len(ordered),), torch.inf, device=self._device)
+        self._scale = torch.ones((), dtype=graph.wide, device=self._device)
+        self._limits = torch.full((len(ordered),), torch.inf, dtype=graph.wide, device=self._device)
         self._finite = torch.ones((), dtype=torch.bool, device=self._device) if guard else None
         self._graph_inputs, self._graph_outputs = graph.inputs, graph.outputs
         sources = dict(zip(graph.inputs, graph.model.graph.inputs, strict=True))
@@ -142,7 +142,7 @@ class Update:
             self._scale.fill_(scale)
             self._last_scale = scale
         if limits is not None and list(limits) != self._last_limits:
-            self._limits.copy_(torch.tensor(limits))
+            self._limits.copy_(torch.tensor(limits, dtype=torch.float64))
             self._last_limits = list(limits)
         # gradients come out of a pool, most of the time at the same places
         places = [g.data_ptr() if g.is_contiguous() else 0 for g in gradients]

@@ -1,0 +1,177 @@
+"""Optimizer configurations to torch optimizers and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_ort.optim.adamw import AdamW
+from lightning_ort.optim.config import AdamConfig, LambConfig, SGDConfig, _OptimizerConfig
+from lightning_ort.optim.lamb import Lamb
+
+__all__ = ["config_from_torch", "torch_optimizer"]
+
+_TORCH = {
+    "lambda": "weight_decay",
+    "epsilon": "eps",
+    "max_norm_clip": "max_norm",
+    "do_bias_correction": "bias_correction",
+}
+_AFTER = AdamConfig.DecayMode.AFTER_WEIGHT_UPDATE
+_BEFORE = AdamConfig.DecayMode.BEFORE_WEIGHT_UPDATE
+
+
+def torch_optimizer(config: _OptimizerConfig, module: nn.Module) -> Optimizer:
+    """A torch optimizer of all parameters of ``module`` that computes what ``config`` says.
+
+    ``torch.optim.SGD`` or ``torch.optim.AdamW``; where the latter cannot do it, :class:`~lightning_ort.optim.AdamW`;
+    :class:`~lightning_ort.optim.Lamb`. Gradients are clipped within its step if ``max_norm_clip`` is finite (the
+    default is 1.0).
+
+    Args:
+        config: an ``AdamConfig``, ``LambConfig`` or ``SGDConfig``.
+        module: names of its parameters are those in the groups of ``config``.
+
+    Raises:
+        ValueError: another class, or a group names a weight that ``module`` does not have.
+    """
+    if not isinstance(config, (AdamConfig, LambConfig, SGDConfig)):
+        raise ValueError(f"{type(config).__name__} is none of AdamConfig, LambConfig and SGDConfig.")
+    named = dict(module.named_parameters())
+    missing = [name for group in config.params for name in group["params"] if name not in named]
+    if missing:
+        raise ValueError(
+            f"{missing} in a group of the optimizer are no parameters of {type(module).__name__}. Its parameters are "
+            f"{', '.join(named)}."
+        )
+    members: dict[tuple[Any, ...], list[nn.Parameter]] = {}
+    for name, p in named.items():
+        members.setdefault(tuple(config.hyper_parameters(name).items()), []).append(p)
+    if isinstance(config, SGDConfig):
+        return torch.optim.SGD(list(named.values()), lr=config.lr)
+    groups = [{"params": params, **_settings(dict(key))} for key, params in members.items()]
+    if isinstance(config, LambConfig):
+        return Lamb(groups, lr=config.lr)
+    if all(g["bias_correction"] and not g["decay_after"] and math.isinf(g["max_norm"]) for g in groups):
+        for g in groups:
+            for key in ("bias_correction", "decay_after", "max_norm"):
+                del g[key]
+        return torch.optim.AdamW(groups, lr=config.lr)
+    return AdamW(groups, lr=config.lr)
+
+
+def _settings(hyper: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyper-parameters of a config under the names that torch gives them."""
+    found: dict[str, Any] = {"betas": (hyper["alpha"], hyper["beta"])}
+    for key, value in hyper.items():
+        if key == "weight_decay_mode":
+            found["decay_after"] = value is _AFTER
+        elif key not in ("alpha", "beta"):
+            found[_TORCH.get(key, key)] = value
+    return found
+
+
+def config_from_torch(optimizer: Optimizer, module: nn.Module) -> AdamConfig | LambConfig | SGDConfig:
+    """The configuration that makes an ORTTrainer of ``module`` compute what ``optimizer`` computes.
+
+    The learning rate is the base of a scheduler where there is one. How torch would execute the update (``foreach``,
+    ``fused``, ``capturable``, ``differentiable``) has no influence.
+
+    Args:
+        optimizer: ``torch.optim.SGD``, ``Adam`` or ``AdamW``, or one of :mod:`lightning_ort.optim`.
+        module: gives the parameters their names; those that are trained must all be in ``optimizer``.
+
+    Raises:
+        ValueError: ``optimizer`` is of another class, or has a setting without a counterpart, which is named.
+    """
+    if isinstance(optimizer, LightningOptimizer):
+        optimizer = optimizer.optimizer
+    kind = type(optimizer)
+    if kind not in _ALLOWED:
+        known = ", ".join(_title(k) for k in _ALLOWED)
+        raise ValueError(
+            f"{_title(kind)} has no counterpart among AdamConfig, LambConfig and SGDConfig. These: {known}."
+        )
+    for number, group in enumerate(optimizer.param_groups):
+        for key, allowed in _ALLOWED[kind].items():
+            if group[key] != allowed:
+                raise ValueError(
+                    f"{_title(kind)} with {key}={group[key]!r} (group {number}) has no counterpart among the "
+                    f"configurations; expected {key}={allowed!r}."
+                )
+        if kind is torch.optim.Adam and group["weight_decay"] != 0 and not group["decoupled_weight_decay"]:
+            raise ValueError(
+                f"torch.optim.Adam with weight_decay={group['weight_decay']!r} (group {number}) has no counterpart: "
+                "AdamConfig takes the decay from the weight, as torch.optim.AdamW does, and does not add it to the "
+                "gradient."
+            )
+    lr = _learning_rate(optimizer)
+    names = _names(optimizer, module)
+    if kind is torch.optim.SGD:
+        return SGDConfig(lr=lr)
+    hypers = [_hyper_parameters(kind, group) for group in optimizer.param_groups]
+    first, groups = hypers[0], []
+    for hyper, group_names in zip(hypers, names, strict=True):
+        other = {key: value for key, value in hyper.items() if value != first[key]}
+        if "weight_decay_mode" in other:
+            raise ValueError("groups that differ in decay_after have no counterpart: weight_decay_mode is one for all.")
+        if other and group_names:
+            groups.append({"params": group_names, **other})
+    base = {("lambda_coef" if key == "lambda" else key): value for key, value in first.items()}
+    return (LambConfig if kind is Lamb else AdamConfig)(groups, lr=lr, **base)
+
+
+_PLAIN: dict[str, Any] = {"maximize": False}
+_ALLOWED: dict[type[Optimizer], dict[str, Any]] = {
+    torch.optim.SGD: {"momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False, **_PLAIN},
+    torch.optim.Adam: {"amsgrad": False, **_PLAIN},
+    torch.optim.AdamW: {"amsgrad": False, **_PLAIN},
+    AdamW: {},
+    Lamb: {},
+}
+"""Torch optimizer to the settings that must have one value."""
+
+
+def _title(kind: type) -> str:
+    return f"{'torch.optim' if kind.__module__.startswith('torch.') else kind.__module__}.{kind.__qualname__}"
+
+
+def _hyper_parameters(kind: type, group: Mapping[str, Any]) -> dict[str, Any]:
+    alpha, beta = group["betas"]
+    hyper = {
+        "alpha": float(alpha), "beta": float(beta), "lambda": float(group["weight_decay"]),
+        "epsilon": float(group["eps"]), "max_norm_clip": group.get("max_norm", math.inf),
+        "do_bias_correction": group.get("bias_correction", True),
+    }  # fmt: skip
+    if kind is Lamb:
+        return hyper | {"ratio_min": float(group["ratio_min"]), "ratio_max": float(group["ratio_max"])}
+    return hyper | {"weight_decay_mode": _AFTER if group.get("decay_after") else _BEFORE}
+
+
+def _learning_rate(optimizer: Optimizer) -> float:
+    rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+    if len(set(rates)) > 1:
+        raise ValueError(f"groups with lr={rates} have no counterpart: a configuration has one learning rate.")
+    return rates[0]
+
+
+def _names(optimizer: Optimizer, module: nn.Module) -> list[list[str]]:
+    """Per group the names of its parameters."""
+    name_of = {id(p): name for name, p in module.named_parameters()}
+    members = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+    if any(i not in name_of for ids in members for i in ids):
+        raise ValueError(f"the optimizer has a parameter that is none of {type(module).__name__}'s.")
+    inside = {i for ids in members for i in ids}
+    left: Sequence[str] = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in inside]
+    if left:
+        raise ValueError(
+            f"{', '.join(left)} of {type(module).__name__} are not in the optimizer, but an ORTTrainer would train "
+            "them. Set requires_grad=False, or convert with the submodule that the optimizer trains."
+        )
+    return [[name_of[i] for i in ids] for ids in members]
