@@ -10,7 +10,8 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_ort._version import __version__
 from lightning_ort.accelerator import ORTAccelerator
-from lightning_ort.errors import CompilationError, MismatchError, ProviderError, UnsupportedError
+from lightning_ort.checkpoints import ORTCheckpointIO
+from lightning_ort.errors import CheckpointError, CompilationError, MismatchError, ProviderError, UnsupportedError
 from lightning_ort.precision import ORTPrecision
 from lightning_ort.report import Report, StepReport
 from lightning_ort.strategy import ORTStrategy
@@ -22,10 +23,12 @@ if TYPE_CHECKING:
     from lightning_ort.trainer import ORTTrainer, ORTTrainerOptions, TrainStepInfo
 
 __all__ = [
+    "CheckpointError",
     "CompilationError",
     "GradientGraphBuilder",
     "MismatchError",
     "ORTAccelerator",
+    "ORTCheckpointIO",
     "ORTPrecision",
     "ORTStrategy",
     "ORTTrainer",

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-__all__ = ["CompilationError", "MismatchError", "ProviderError", "UnsupportedError"]
+__all__ = ["CheckpointError", "CompilationError", "MismatchError", "ProviderError", "UnsupportedError"]
+
+
+class CheckpointError(ValueError):
+    """A file is no checkpoint, or damaged, or that of another model or optimizer; nothing has been changed."""
 
 
 class CompilationError(RuntimeError):

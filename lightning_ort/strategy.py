@@ -10,12 +10,14 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.fabric.utilities.types import _DEVICE
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO  # private, but what all wrappers inherit from
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_ort.checkpoints import ORTCheckpointIO
 from lightning_ort.environment import require_onnxruntime
 from lightning_ort.precision import ORTPrecision
 from lightning_ort.report import Report
@@ -38,7 +40,7 @@ class ORTStrategy(SingleDeviceStrategy):
         device: where parameters and batches live; by default the Trainer's accelerator decides.
         accelerator: filled in by the Trainer.
         parallel_devices: filled in by the Trainer; more than one is refused.
-        checkpoint_io: how checkpoints are written.
+        checkpoint_io: how checkpoints are read and written, by default :class:`~lightning_ort.ORTCheckpointIO`.
         precision_plugin: an :class:`~lightning_ort.ORTPrecision`, or one of Lightning's own for full, half, double or
             mixed precision (the last is replaced by the former); filled in by the Trainer.
         providers: execution providers in order of preference, as ONNX Runtime names them; by default
@@ -150,6 +152,21 @@ class ORTStrategy(SingleDeviceStrategy):
         if type(precision_plugin) is MixedPrecision:
             precision_plugin = ORTPrecision.replacing(precision_plugin)
         self._precision_plugin = precision_plugin
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = ORTCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            # such as AsyncCheckpointIO(); ignored by one that has been given another
+            self._checkpoint_io.checkpoint_io = ORTCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    @override
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
 
     # -- life cycle -----------------------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -12,10 +11,11 @@ from typing import IO, Any
 import h5py
 import numpy as np
 
+from lightning_ort.checkpoints.writing import write_file
 from lightning_ort.trainer.aggregation import aggregate
 from lightning_ort.trainer.user_dict import decode, encode
 
-__all__ = ["read", "read_all", "write"]
+__all__ = ["read", "read_all", "read_state", "write"]
 
 
 def write(path: str | os.PathLike[str] | IO[bytes], state: Mapping[str, Any], user_dict: Mapping[str, Any]) -> None:
@@ -36,41 +36,8 @@ def write(path: str | os.PathLike[str] | IO[bytes], state: Mapping[str, Any], us
         with h5py.File(path, "w") as file:
             _write_group(file, {**state, "user_dict": text})
         return
-    target = Path(path)
-    if target.exists():
-        raise FileExistsError(f"{target} exists. Choose another name, or remove the file.")
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"The folder of {target} does not exist.")
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w+b") as stream:
-            with h5py.File(stream, "w") as file:
-                _write_group(file, {**state, "user_dict": text})
-            stream.flush()
-            os.fsync(stream.fileno())
-        _publish(temporary, target)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-
-
-def _publish(temporary: str, target: Path) -> None:
-    """Give the file its name, unless somebody else has taken that in the meantime."""
-    os.chmod(temporary, 0o666 & ~_umask())
-    try:
-        os.link(temporary, target)
-    except FileExistsError:
-        raise
-    except OSError:  # a file system without hard links
-        if target.exists():
-            raise FileExistsError(f"{target} exists. Choose another name, or remove the file.") from None
-        os.rename(temporary, target)
-
-
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
+    with write_file(Path(path), replace=False) as stream, h5py.File(stream, "w") as file:
+        _write_group(file, {**state, "user_dict": text})
 
 
 def _write_group(group: Any, values: Mapping[str, Any]) -> None:
@@ -78,7 +45,9 @@ def _write_group(group: Any, values: Mapping[str, Any]) -> None:
         if isinstance(value, Mapping):
             _write_group(group.create_group(key), value)
         else:
-            group.create_dataset(key, data=value)
+            # with checksums, which HDF5 has for arrays alone
+            array = isinstance(value, np.ndarray) and value.ndim > 0 and value.size > 0
+            group.create_dataset(key, data=value, fletcher32=array or None)
 
 
 def read(path: str | os.PathLike[str] | IO[bytes], *, allow_pickle: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -94,13 +63,18 @@ def read(path: str | os.PathLike[str] | IO[bytes], *, allow_pickle: bool) -> tup
         KeyError: it lacks what every checkpoint has.
         OSError: the file is damaged.
     """
-    with _opened(path) as file:
-        if "trainer_options" not in file:
-            raise KeyError(f"{path} holds no 'trainer_options', as every checkpoint of an ORTTrainer does.")
-        values = _read_group(file)
+    values = read_state(path)
     text = values.pop("user_dict", None)
     user_dict = {} if text is None else decode(text, f"the user_dict of {path}", allow_pickle=allow_pickle)
     return values, user_dict
+
+
+def read_state(path: str | os.PathLike[str] | IO[bytes]) -> dict[str, Any]:
+    """All that a file holds, the user's dictionary as it was encoded; errors as of :func:`read`."""
+    with _opened(path) as file:
+        if "trainer_options" not in file:
+            raise KeyError(f"{path} holds no 'trainer_options', as every checkpoint of an ORTTrainer does.")
+        return _read_group(file)
 
 
 def read_all(paths: Sequence[Any], *, allow_pickle: bool) -> tuple[dict[str, Any], dict[str, Any]]:
