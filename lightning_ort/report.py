@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from rich.console import Console
@@ -39,7 +40,8 @@ class StepReport:
         graphs: ONNX graphs compiled for it (forward with gradients in one is one graph).
         recompilations: reasons why it was compiled again, one entry each.
         graph_breaks: places where it leaves the graph, without repetition.
-        in_torch: what torch executed, without repetition.
+        in_torch: what torch executed because ONNX Runtime could not, without repetition.
+        preferred: operators that torch executed because it is faster, and in how many places of the graphs.
         widened: 16-bit operators that compute in float32, for want of kernels: right, and not faster than float32.
         compile_seconds: wall-clock seconds spent compiling.
     """
@@ -50,6 +52,7 @@ class StepReport:
     recompilations: list[str] = dataclasses.field(default_factory=list)
     graph_breaks: list[GraphBreak] = dataclasses.field(default_factory=list)
     in_torch: list[InTorch] = dataclasses.field(default_factory=list)
+    preferred: Counter[str] = dataclasses.field(default_factory=Counter)
     widened: int = 0
     compile_seconds: float = 0.0
 
@@ -92,6 +95,11 @@ class Report(Mapping[str, StepReport]):
             details = [f"compiled again: {reason}" for reason in s.recompilations]
             details += [f"graph break: {b.reason}{_at(b.source)}" for b in s.graph_breaks]
             details += [f"in torch: {t.what}: {t.reason}{_at(t.source)}" for t in s.in_torch]
+            details += [
+                f"in torch by choice: {what}, {count} times: its kernel is faster than ONNX Runtime's "
+                "(placement='onnxruntime' keeps it there)"
+                for what, count in s.preferred.items()
+            ]
             if s.widened:
                 details.append(
                     f"16 bits: {s.widened} operators compute in float32 and round their results, because ONNX Runtime "

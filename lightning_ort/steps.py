@@ -104,6 +104,7 @@ class CompiledSteps:
         if self._running is not None:
             self._running.graphs += 1
             self._running.widened += executable.widened
+            self._running.preferred.update(executable.preferred)
 
     def _on_fallback(self, fallbacks: Sequence[Fallback]) -> None:
         if self._running is None:

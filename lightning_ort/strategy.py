@@ -48,6 +48,8 @@ class ORTStrategy(SingleDeviceStrategy):
         provider_options: one mapping per provider, or a mapping from provider name to its options.
         session_options: an ``onnxruntime.SessionOptions``, or a mapping from its attributes (such as
             ``intra_op_num_threads``) and configuration keys (such as ``session.intra_op.allow_spinning``) to values.
+        placement: ``"fastest"`` lets large convolutions run in torch on the CPU, whose kernels are the faster ones;
+            ``"onnxruntime"`` leaves to torch only what ONNX Runtime cannot run.
         on_unsupported: ``"torch"`` runs in torch what ONNX Runtime cannot and reports it; ``"error"`` raises
             :class:`~lightning_ort.errors.UnsupportedError`.
         verify: check the first run of each graph against torch and raise
@@ -73,6 +75,7 @@ class ORTStrategy(SingleDeviceStrategy):
         providers: Sequence[str] | None = None,
         provider_options: Sequence[Mapping[str, Any]] | Mapping[str, Mapping[str, Any]] | None = None,
         session_options: onnxruntime.SessionOptions | Mapping[str, Any] | None = None,
+        placement: Literal["fastest", "onnxruntime"] = "fastest",
         on_unsupported: Literal["torch", "error"] = "torch",
         verify: bool = True,
         print_report: bool = True,
@@ -84,8 +87,10 @@ class ORTStrategy(SingleDeviceStrategy):
 
         if on_unsupported not in ("torch", "error"):
             raise ValueError(f"on_unsupported={on_unsupported!r}: expected 'torch' or 'error'.")
+        if placement not in ("fastest", "onnxruntime"):
+            raise ValueError(f"placement={placement!r}: expected 'fastest' or 'onnxruntime'.")
         check_available(providers, provider_options)
-        self._config = RuntimeConfig(providers, provider_options, session_options)
+        self._config = RuntimeConfig(providers, provider_options, session_options, placement)
         self._config.make_session_options()
         self._device = device
         self._parallel_devices: Sequence[torch.device] | None = None

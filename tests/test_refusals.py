@@ -130,6 +130,7 @@ def test_provider_that_is_not_there(provider):
     ("arguments", "match"),
     [
         ({"on_unsupported": "ignore"}, "on_unsupported"),
+        ({"placement": "torch"}, "placement='torch'.*'onnxruntime'"),
         ({"providers": []}, "providers"),
         ({"providers": "CPUExecutionProvider"}, "providers"),
         ({"providers": ["CPUExecutionProvider"], "provider_options": [{}, {}]}, "provider_options"),

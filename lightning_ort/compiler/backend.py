@@ -24,6 +24,8 @@ __all__ = ["ORTBackend", "backend"]
 
 OnUnsupported = Literal["torch", "error"]
 
+_CONFIG = ("providers", "provider_options", "session_options", "placement")
+
 
 @dataclasses.dataclass
 class ORTBackend:
@@ -109,8 +111,8 @@ def _device(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> torch.devic
 def backend(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
     """What ``torch.compile(step, backend="lightning_ort", options={...})`` calls.
 
-    Options: ``providers``, ``provider_options``, ``session_options``, ``on_unsupported``, ``verify``.
+    Options: ``providers``, ``provider_options``, ``session_options``, ``placement``, ``on_unsupported``, ``verify``.
     """
     options = dict(kwargs.get("options") or {})
-    config = {k: options.pop(k) for k in ("providers", "provider_options", "session_options") if k in options}
+    config = {k: options.pop(k) for k in _CONFIG if k in options}
     return ORTBackend(RuntimeConfig(**config), **options)(graph, example_inputs)

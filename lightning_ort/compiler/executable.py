@@ -89,6 +89,11 @@ class Executable:
         """Operators that run in torch, and why."""
         return self.plan.fallbacks
 
+    @property
+    def preferred(self) -> list[str]:
+        """Operators that run in torch for speed, one entry per call."""
+        return self.plan.preferred
+
     def run(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
         """All results for the inputs (and tangents) of one run."""
         draws = self._draw(inputs) if self.has_draws else ()

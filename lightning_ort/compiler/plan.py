@@ -18,6 +18,7 @@ from lightning_ort.compiler.lowering import GraphBuilder, NotLowered
 from lightning_ort.compiler.numbers import is_number
 from lightning_ort.compiler.passes import optimize, save_memory
 from lightning_ort.compiler.placement import Placement, Segment
+from lightning_ort.compiler.preference import faster_in_torch
 from lightning_ort.compiler.sizes import Sizes
 from lightning_ort.compiler.sources import source_line
 from lightning_ort.compiler.trace import Untraceable
@@ -52,7 +53,8 @@ class Plan:
         device: where all tensors live.
 
     Attributes:
-        fallbacks: what runs in torch, and why.
+        fallbacks: what runs in torch because it has to, and why.
+        preferred: operators that run in torch because they are faster there, one entry per call.
     """
 
     def __init__(
@@ -67,15 +69,17 @@ class Plan:
         self._config, self._device = config, device
         self._sizes = Sizes(self._inputs)
         self._reasons: dict[fx.Node, str] = {}
+        self._faster = faster_in_torch(module.graph, config, device)
         self._place()
+        self.preferred = [str(n.target) for n in self._faster]
         self.fallbacks = [Fallback(str(n.target), reason, source_line(n)) for n, reason in self._reasons.items()]
         # the graph with its fake tensors is as large in memory as the weights of a small network
-        del self._module, self._inputs, self._outputs, self._reasons
+        del self._module, self._inputs, self._outputs, self._reasons, self._faster
 
     def _place(self) -> None:
         """Cut into segments and compile them, moving what turns out not to work in ONNX Runtime to torch."""
         while True:
-            segments = Placement(self._module.graph, self._outputs, self._reasons).segments()
+            segments = Placement(self._module.graph, self._outputs, self._reasons.keys() | self._faster).segments()
             try:
                 self._steps = self._compile(segments)
                 return
@@ -117,11 +121,12 @@ class Plan:
             if node.target in _VIEWS:  # what torch would have copied before, to be able to view it, is not copied here
                 copies[node].target = torch.ops.aten.reshape.default
         graph.output([copies[n] for n in segment.outputs])
-        module = fx.GraphModule(self._module, graph)
+        compute = fx.GraphModule(self._module, graph).forward
         reads, writes = [slots[n] for n in segment.inputs], [written[n] for n in segment.outputs]
 
         def step(values: list[Any]) -> None:
-            results = module(*[values[i] for i in reads])
+            with torch.no_grad():
+                results = compute(*[values[i] for i in reads])
             for i, result in zip(writes, results, strict=True):
                 if values[i] is None:
                     values[i] = result

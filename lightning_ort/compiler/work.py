@@ -25,6 +25,9 @@ def operations(nodes: Iterable[fx.Node]) -> float:
 
 def _operations(node: fx.Node) -> float:
     val = node.meta.get("val")
+    if node.target is aten.convolution_backward.default:
+        # the weight's gradient takes as much as the forward pass, and so does the image's
+        return sum(node.args[-1][:2]) * _convolution(_fake(node.args[0]), _fake(node.args[2]), node.args[7])
     if node.op != "call_function" or not isinstance(val, torch.Tensor):
         return 0.0
     size = _entries(val)
@@ -33,9 +36,14 @@ def _operations(node: fx.Node) -> float:
     if node.target in (aten.addmm.default, aten.baddbmm.default):
         return 2 * size * _hint(_fake(node.args[1]).shape[-1])
     if node.target is aten.convolution.default:
-        weight = _fake(node.args[1])
-        return 2 * size * _entries(weight) / max(_hint(weight.shape[0]), 1)
+        return _convolution(val, _fake(node.args[1]), node.args[6])
     return size
+
+
+def _convolution(result: torch.Tensor, weight: torch.Tensor, transposed: Any) -> float:
+    # each entry of the result sums over a filter; in a transposed convolution the weight's second size are the results
+    filters = _hint(weight.shape[1 if transposed else 0])
+    return 2 * _entries(result) * _entries(weight) / max(filters, 1)
 
 
 def _fake(argument: Any) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import onnxruntime
 import torch
@@ -14,7 +14,9 @@ from lightning_ort.runtime.bfloat16 import bind_bfloat16
 from lightning_ort.runtime.dtypes import NUMPY
 from lightning_ort.runtime.providers import choose_providers
 
-__all__ = ["OrtSession", "RuntimeConfig"]
+__all__ = ["OrtSession", "Placement", "RuntimeConfig"]
+
+Placement = Literal["fastest", "onnxruntime"]
 
 # sets of addresses remembered per session: gradients of the last step are alive while the next are written
 _BINDINGS = 4
@@ -36,12 +38,15 @@ class RuntimeConfig:
         provider_options: one mapping per provider, or a mapping from provider name to options.
         session_options: an ``onnxruntime.SessionOptions``, or a mapping from its attribute names (such as
             ``intra_op_num_threads``) and configuration keys (such as ``session.intra_op.allow_spinning``) to values.
+        placement: ``"fastest"`` lets operators run in torch whose kernels there are the faster ones,
+            ``"onnxruntime"`` only those that ONNX Runtime cannot run.
         on_session: called with each session and its serialized model, for debugging.
     """
 
     providers: Sequence[str] | None = None
     provider_options: Sequence[Mapping[str, Any]] | Mapping[str, Mapping[str, Any]] | None = None
     session_options: onnxruntime.SessionOptions | Mapping[str, Any] | None = None
+    placement: Placement = "fastest"
     on_session: Callable[[OrtSession, bytes], None] | None = None
 
     def make_session_options(self, *, threads: int | None = None) -> onnxruntime.SessionOptions:

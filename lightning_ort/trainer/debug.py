@@ -43,7 +43,11 @@ class GraphFiles:
         """``config`` whose sessions are seen here."""
         if not self.pending:
             return config
-        return dataclasses.replace(config, on_session=lambda session, model: self._sessions.append((session, model)))
+        seen = self._sessions
+        # in one piece: a graph with operators left out would be of no use
+        return dataclasses.replace(
+            config, placement="onnxruntime", on_session=lambda session, model: seen.append((session, model))
+        )
 
     def write(
         self,
