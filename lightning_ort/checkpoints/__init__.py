@@ -1,0 +1,7 @@
+"""Checkpoints: files of Lightning and of ORTTrainer, and the way from one to the other."""
+
+from __future__ import annotations
+
+from lightning_ort.checkpoints.checkpoint_io import ORTCheckpointIO
+
+__all__ = ["ORTCheckpointIO"]
