@@ -64,8 +64,10 @@ class Flavour(Protocol):
         """Write all files; the paths."""
 
 
-_CLASSES: dict[str, str] = {}
-"""Name of each format to its class, imported when it is needed."""
+_CLASSES: dict[str, str] = {
+    "ort-training": "lightning_ort.ondevice.ort_training.OrtTraining",
+}
+"""Name of each format to its class, imported when it is needed. The last one takes any ONNX file for its own."""
 
 
 def flavours() -> dict[str, Flavour]:

@@ -41,6 +41,7 @@ class TrainingState:
             of batch normalization.
         properties: what users keep with a checkpoint.
         optimizer: ``None`` where nothing is known of an optimizer.
+        nominal: tensors are names without values, which arrive later (``copy_buffer_to_parameters``).
     """
 
     parameters: dict[str, Tensor]
@@ -48,6 +49,7 @@ class TrainingState:
     buffers: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     properties: dict[str, Property] = dataclasses.field(default_factory=dict)
     optimizer: OptimizerState | None = None
+    nominal: bool = False
 
     @property
     def tensors(self) -> dict[str, Tensor]:

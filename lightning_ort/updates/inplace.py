@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-__all__ = ["may_overwrite"]
+__all__ = ["may_overwrite", "reads_last"]
 
 # Each element of the result is computed from the elements at the same place, which have been read when it is written.
 _ELEMENTWISE = {"Add", "Sub", "Mul", "Div", "Where", "Sqrt", "Neg", "Max", "Min"}
@@ -21,12 +21,16 @@ def may_overwrite(result: ir.Value, source: ir.Value) -> bool:
     writer = result.producer()
     if writer is None or source.is_graph_output():
         return False
-    readers = {node for node, _ in source.uses()}
-    if writer in readers:
-        if writer.op_type not in _ELEMENTWISE or not _same_shape(result, source):
-            return False
-        readers.discard(writer)
-    return readers <= _ancestors(writer)
+    reads = any(node is writer for node, _ in source.uses())
+    if reads and (writer.op_type not in _ELEMENTWISE or not _same_shape(result, source)):
+        return False
+    return reads_last(writer, source)
+
+
+def reads_last(node: ir.Node, source: ir.Value) -> bool:
+    """Whether all other readers of the graph input ``source`` come before ``node`` in every order."""
+    readers = {reader for reader, _ in source.uses()} - {node}
+    return readers <= _ancestors(node)
 
 
 def _same_shape(result: ir.Value, source: ir.Value) -> bool:

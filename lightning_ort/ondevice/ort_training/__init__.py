@@ -1,0 +1,5 @@
+"""Artifacts that ONNX Runtime's own training API loads and trains."""
+
+from lightning_ort.ondevice.ort_training.flavour import OrtTraining
+
+__all__ = ["OrtTraining"]

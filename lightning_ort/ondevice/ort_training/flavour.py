@@ -1,0 +1,99 @@
+"""The format of ONNX Runtime's own on-device training."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+from google.protobuf.message import DecodeError
+
+from lightning_ort.ondevice.flavour import Artifacts
+from lightning_ort.ondevice.optimizers import OptimizerConfig
+from lightning_ort.ondevice.ort_training.checkpoint import is_checkpoint, read_checkpoint, write_checkpoint
+from lightning_ort.ondevice.ort_training.optimizer_model import optimizer_model
+from lightning_ort.ondevice.ort_training.read_optimizer import read_optimizer
+from lightning_ort.ondevice.ort_training.read_step import read_evaluation, read_training
+from lightning_ort.ondevice.ort_training.step_models import evaluation_model, training_model
+from lightning_ort.ondevice.state import OptimizerState, TrainingState
+from lightning_ort.ondevice.step_graph import StepGraph
+
+__all__ = ["OrtTraining"]
+
+
+class OrtTraining:
+    """Files that ``onnxruntime.training.api`` reads and writes; see :class:`~lightning_ort.ondevice.flavour.Flavour`.
+
+    They are called as ``onnxruntime.training.artifacts`` calls them: ``training_model.onnx``, ``eval_model.onnx``,
+    ``optimizer_model.onnx`` and ``checkpoint``.
+    """
+
+    name = "ort-training"
+
+    def owns_checkpoint(self, path: Path) -> bool:
+        """Whether an existing file begins like a checkpoint of ONNX Runtime."""
+        return is_checkpoint(path)
+
+    def owns_model(self, path: Path) -> bool:
+        """Whether an existing file is an ONNX model."""
+        try:
+            return path.is_file() and bool(onnx.load_model(path, load_external_data=False).graph.output)
+        except DecodeError:
+            return False
+
+    def load_checkpoint(self, path: Path) -> TrainingState:
+        """Read a checkpoint."""
+        return read_checkpoint(path)
+
+    def save_checkpoint(self, state: TrainingState, path: Path, *, include_optimizer_state: bool) -> None:
+        """Write a checkpoint."""
+        write_checkpoint(state, path, include_optimizer_state=include_optimizer_state)
+
+    def load_train_step(self, path: Path, state: TrainingState) -> StepGraph:
+        """A training model in standard operators."""
+        return read_training(path, state)
+
+    def load_eval_step(self, path: Path, state: TrainingState) -> StepGraph:
+        """An evaluation model in standard operators."""
+        return read_evaluation(path, state)
+
+    def load_optimizer(self, path: Path, state: TrainingState) -> OptimizerConfig:
+        """What an optimizer model computes."""
+        return read_optimizer(path, len(state.trained))
+
+    def write(self, artifacts: Artifacts, directory: Path, prefix: str) -> list[Path]:
+        """Write all files.
+
+        Raises:
+            UnsupportedError: what ONNX Runtime's training API cannot do; nothing has been written then.
+        """
+        state = artifacts.state
+        models = {
+            "training_model.onnx": training_model(artifacts.train, state),
+            "eval_model.onnx": evaluation_model(artifacts.evaluation, state),
+        }
+        if artifacts.optimizer is not None:
+            models["optimizer_model.onnx"] = optimizer_model(artifacts.optimizer, len(state.trained))
+            if state.optimizer is None:
+                optimizer = OptimizerState(artifacts.optimizer.kind, artifacts.optimizer.lr)
+                state = TrainingState(state.parameters, state.trained, state.buffers, state.properties, optimizer)
+        written = []
+        for name, model in models.items():
+            written.append(directory / f"{prefix}{name}")
+            _save(model, written[-1])
+        checkpoint = directory / f"{prefix}checkpoint"
+        return written + write_checkpoint(state, checkpoint, include_optimizer_state=True)
+
+
+def _save(model: ir.Model, path: Path) -> None:
+    """Write a file that is complete when it appears."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent)
+    os.close(handle)
+    try:
+        ir.save(model, temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
