@@ -17,7 +17,7 @@ from lightning_ort.report import Report, StepReport
 from lightning_ort.strategy import ORTStrategy
 
 if TYPE_CHECKING:
-    from lightning_ort import amp, optim
+    from lightning_ort import amp, ondevice, optim
     from lightning_ort.onnx_gradients import GradientGraphBuilder
     from lightning_ort.onnx_training import TrainingParameters, TrainingSession
     from lightning_ort.trainer import ORTTrainer, ORTTrainerOptions, TrainStepInfo
@@ -42,11 +42,12 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "amp",
+    "ondevice",
     "optim",
 ]
 
 # not needed by the strategy, and imported when they are asked for
-_MODULES = {"amp": "lightning_ort.amp", "optim": "lightning_ort.optim"}
+_MODULES = {"amp": "lightning_ort.amp", "ondevice": "lightning_ort.ondevice", "optim": "lightning_ort.optim"}
 _CLASSES = dict.fromkeys(("ORTTrainer", "ORTTrainerOptions", "TrainStepInfo"), "lightning_ort.trainer")
 _CLASSES |= dict.fromkeys(("TrainingParameters", "TrainingSession"), "lightning_ort.onnx_training")
 _CLASSES["GradientGraphBuilder"] = "lightning_ort.onnx_gradients"

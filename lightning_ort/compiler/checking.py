@@ -25,6 +25,10 @@ _GROUP_SHARE = 1e-2
 _ROUNDING_FACTOR = 3
 # Predicted classes and other integers may differ where two candidates tie but for rounding; in 16 bits, more do.
 _TIES = 0.01
+_ADVICE = (
+    "Nothing was updated. Please report it with the model; ORTStrategy(verify=False) would skip this check, and "
+    "Trainer(strategy='auto') trains in torch."
+)
 
 
 @dataclasses.dataclass
@@ -136,6 +140,7 @@ def compare(
     names: Mapping[str, Mapping[int, str]],
     precise: Callable[[], Results | None],
     half: Collection[torch.dtype] = (),
+    advice: str = _ADVICE,
 ) -> None:
     """Raise unless ``got`` (ONNX Runtime) agrees with ``wanted`` (torch).
 
@@ -147,6 +152,7 @@ def compare(
             where rounding alone makes torch as far from them as ONNX Runtime is, nothing is wrong. (In a deep network
             rounding decides which side of zero an activation is on, and so whole entries of gradients.)
         half: 16-bit types that values are rounded to on the way, whatever the type of the results.
+        advice: what the error says that users can do.
 
     Raises:
         MismatchError: names the tensor and says by how much it is off.
@@ -163,7 +169,7 @@ def compare(
             if number not in ours:
                 if _largest(reference) == 0:
                     continue
-                raise MismatchError(f"ONNX Runtime gives no {name}; torch does. {_ADVICE}")
+                raise MismatchError(f"ONNX Runtime gives no {name}; torch does. {advice}")
             problem = _difference(ours[number], reference, scale, coarsest, ties)
             if problem is None:
                 continue
@@ -178,13 +184,7 @@ def compare(
                     rounding = max(_error(theirs[n], t, least) for n, t in floats.items())
                 if _error(ours[number], truths[number], least) <= _ROUNDING_FACTOR * rounding:
                     continue
-            raise MismatchError(f"{name} differs between ONNX Runtime and torch: {problem}. {_ADVICE}")
-
-
-_ADVICE = (
-    "Nothing was updated. Please report it with the model; ORTStrategy(verify=False) would skip this check, and "
-    "Trainer(strategy='auto') trains in torch."
-)
+            raise MismatchError(f"{name} differs between ONNX Runtime and torch: {problem}. {advice}")
 
 
 def _largest(tensor: torch.Tensor) -> float:

@@ -65,6 +65,7 @@ class Flavour(Protocol):
 
 
 _CLASSES: dict[str, str] = {
+    "portable": "lightning_ort.ondevice.portable.Portable",
     "ort-training": "lightning_ort.ondevice.ort_training.OrtTraining",
 }
 """Name of each format to its class, imported when it is needed. The last one takes any ONNX file for its own."""

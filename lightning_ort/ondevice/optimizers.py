@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
+from lightning_ort.ondevice.state import OptimizerState
 from lightning_ort.updates import SGD, Adam, Decayed, Lamb, Momentum, Rule
 
 __all__ = ["KINDS", "OptimizerConfig"]
@@ -108,6 +113,11 @@ class OptimizerConfig:
     def states(self) -> tuple[str, ...]:
         """Names of the tensors that are kept per parameter: ``moment_1`` and ``moment_2``, ``momentum``, or none."""
         return self.rule.states
+
+    def fresh_state(self, trained: Mapping[str, Tensor]) -> OptimizerState:
+        """The state before the first update of the parameters ``trained``."""
+        moments = {n: {s: torch.zeros_like(p) for s in self.states} for n, p in trained.items()}
+        return OptimizerState(self.kind, self.lr, 0, moments)
 
     def numbers(self, lr: Any, count: Any) -> tuple[Any, ...]:
         """Coefficients of :attr:`rule`.

@@ -13,7 +13,7 @@ from lightning_ort.compiler.trace import Derivative, Traced, Untraceable, trace
 from lightning_ort.errors import UnsupportedError
 from lightning_ort.onnx_gradients.guards import holds_for
 from lightning_ort.onnx_gradients.inputs import HINTS, Fakes, InputInfo
-from lightning_ort.onnx_gradients.region import region_of
+from lightning_ort.onnx_gradients.region import Forward, region_of
 from lightning_ort.onnx_reader import OnnxModule
 
 __all__ = ["GRAD", "NEW", "Joint", "trace_joint"]
@@ -43,13 +43,14 @@ class Joint:
 
 
 def trace_joint(
-    module: OnnxModule,
+    module: OnnxModule | Forward,
     infos: Sequence[InputInfo],
     differentiated: Sequence[str],
     incoming: Sequence[str],
     wanted: Sequence[str],
     *,
     statistics: bool = False,
+    what: str = "ONNX graph",
 ) -> Joint:
     """Trace ``module`` and the gradients of its outputs by the initializers and inputs ``wanted``.
 
@@ -58,6 +59,7 @@ def trace_joint(
         differentiated: outputs whose gradients are taken.
         incoming: those of them whose own gradient is an input; that of the others is 1.
         statistics: give out new running statistics.
+        what: what errors call ``module``.
 
     Raises:
         ValueError: ``wanted`` names a tensor of whole numbers.
@@ -77,18 +79,18 @@ def trace_joint(
         if not fakes.hints or len(found) == 2:
             break
     if not found:
-        raise UnsupportedError(f"The ONNX graph cannot be differentiated: {reason}") from reason
+        raise UnsupportedError(f"The {what} cannot be differentiated: {reason}") from reason
     # something was decided by a size; two traces tell whether it matters
     if len(found) != 2 or not holds_for(found[0].traced, found[1].traced):
         raise UnsupportedError(
-            "The ONNX graph cannot be differentiated for all sizes that the file leaves open: what it computes depends "
+            f"The {what} cannot be differentiated for all sizes that are left open: what it computes depends "
             f"on {', '.join(fakes.hints)}. Declare these sizes of its inputs as numbers."
         )
     return found[0]
 
 
 def _trace(
-    module: OnnxModule,
+    module: OnnxModule | Forward,
     fakes: Fakes,
     differentiated: Sequence[str],
     incoming: Sequence[str],
@@ -110,7 +112,7 @@ def _trace(
     fixed = fakes.fixed()
     if fixed:
         listed = ", ".join(f"{name} = {size}" for name, size in fixed.items())
-        raise UnsupportedError(f"the file says that these sizes vary, but its operators fix them ({listed})")
+        raise UnsupportedError(f"these sizes are said to vary, but its operators fix them ({listed})")
     results = dict(zip(module.output_names, traced.outputs[1:], strict=True))
     gradients = {names[i]: g or _zeros(traced, i) for i, g in traced.gradients.items()}
     results |= {f"{name}{GRAD}": gradients[name] for name in wanted}
@@ -122,7 +124,7 @@ def _trace(
 
 
 def _incoming(
-    module: OnnxModule, fakes: Fakes, inputs: Sequence[torch.Tensor], incoming: Sequence[str]
+    module: OnnxModule | Forward, fakes: Fakes, inputs: Sequence[torch.Tensor], incoming: Sequence[str]
 ) -> list[torch.Tensor]:
     """Fake tensors for the gradients that come in, shaped like the outputs."""
     if not incoming:

@@ -6,13 +6,14 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import fx
 
 from lightning_ort.onnx_reader import OnnxModule
 
-__all__ = ["Region", "region_of"]
+__all__ = ["Forward", "Region", "region_of", "weighted_sum"]
 
 
 @dataclasses.dataclass
@@ -30,13 +31,31 @@ class Region:
     tensors: dict[str, torch.Tensor]
 
 
-def region_of(module: OnnxModule, differentiated: Sequence[str], incoming: Sequence[str]) -> Region:
+class Forward(Protocol):
+    """What else than an ONNX graph can be differentiated.
+
+    Attributes:
+        input_names: names of the inputs.
+        output_names: names of the outputs, known once a graph was made of the region.
+    """
+
+    input_names: list[str]
+    output_names: list[str]
+
+    def region(self, differentiated: Sequence[str]) -> Region:
+        """See :class:`Region`; the gradient of each output is 1."""
+
+
+def region_of(module: OnnxModule | Forward, differentiated: Sequence[str], incoming: Sequence[str]) -> Region:
     """The region of ``module``.
 
     Args:
         differentiated: outputs that are summed.
         incoming: those of them whose gradient is an input; that of the others is 1.
     """
+    if not isinstance(module, OnnxModule):
+        assert not incoming, "incoming gradients need an ONNX graph"
+        return module.region(differentiated)
     tensors: dict[str, torch.Tensor] = {}
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -58,12 +77,13 @@ def region_of(module: OnnxModule, differentiated: Sequence[str], incoming: Seque
     results = [copies[n] for n in module.graph.output_node().args[0]]
     outputs = dict(zip(module.output_names, results, strict=True))
     total = graph.call_function(
-        _weighted_sum, ([outputs[n] for n in differentiated], [weights.get(n) for n in differentiated])
+        weighted_sum, ([outputs[n] for n in differentiated], [weights.get(n) for n in differentiated])
     )
     graph.output([total, *results])
     return Region(fx.GraphModule(module, graph), tensors)
 
 
-def _weighted_sum(outputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]) -> torch.Tensor:
+def weighted_sum(outputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """Sum of the sums of ``outputs``, each times its weight."""
     terms = [(o if w is None else o * w).sum() for o, w in zip(outputs, weights, strict=True)]
     return functools.reduce(torch.add, terms)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import onnxruntime
 import torch
 
@@ -175,6 +176,17 @@ class OrtSession:
                 bound[i] = place
         self._latest = binding
         self._session.run_with_iobinding(binding.io)
+
+    def run_unbound(self, inputs: Sequence[torch.Tensor]) -> list[np.ndarray]:
+        """All outputs as arrays of their own memory, where their shapes are not known before."""
+        binding = self._session.io_binding()
+        contiguous = [t.contiguous() for t in inputs]
+        for name, tensor in zip(self._inputs, contiguous, strict=True):
+            self._bind(binding.bind_input, name, tensor)
+        for name in self._outputs:
+            binding.bind_output(name, *self._device)
+        self._session.run_with_iobinding(binding)
+        return binding.copy_outputs_to_cpu()
 
     def run_again(self) -> None:
         """Like the last :meth:`run`, on the same memory, which must still be what it was."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import onnx
-import onnx_ir as ir
-from onnx import helper, numpy_helper
+from onnx import helper
 from torch import Tensor
 
+from lightning_ort.updates.appending import append_update
 from lightning_ort.updates.graph import Slot, UpdateGraph
 from lightning_ort.updates.pieces import Part, pieces_of
 
@@ -41,51 +40,29 @@ def with_updates(step: onnx.ModelProto, optimizer: Optimizer, gradients: Mapping
     ordered = [dtypes[g] for g in range(len(dtypes))]
     pieces = pieces_of(sizes, groups, elementwise=False)
     update = UpdateGraph(optimizer.rule, pieces, ordered, clip=optimizer.clip, guard=optimizer.guard)
-    proto = ir.to_proto(update.model)
-    _prefix(proto, "update/")
-    types = {v.name: v.type.tensor_type.elem_type for v in [*proto.graph.input, *proto.graph.output]}
-    graph = merged.graph
-    inputs = {value.name for value in graph.input}
-    nodes: list[Any] = []
-    for slot, value in zip(update.inputs, proto.graph.input, strict=True):
-        source = _name(slot, names, optimizer.rule.coefficients)
-        if not isinstance(slot.where, Part):
-            graph.input.append(helper.make_tensor_value_info(value.name, types[value.name], []))
-            continue
+    inputs = {value.name for value in merged.graph.input}
+    sources: dict[Slot, str] = {}
+    for slot, value in zip(update.inputs, update.model.graph.inputs, strict=True):
+        assert value.dtype is not None
+        source = sources[slot] = _name(slot, names, str(value.name))
         if slot.what != "grad" and source not in inputs:
-            shape = list(gradients[names[slot.where.param]].shape)
-            graph.input.append(helper.make_tensor_value_info(source, types[value.name], shape))
+            shape = list(gradients[names[slot.where.param]].shape) if isinstance(slot.where, Part) else []
+            merged.graph.input.append(helper.make_tensor_value_info(source, int(value.dtype), shape))
             inputs.add(source)
-        nodes.append(helper.make_node("Reshape", [source, "update/flat"], [value.name]))
-    nodes += proto.graph.node
-    for slot, value in zip(update.outputs, proto.graph.output, strict=True):
-        target = f"{_name(slot, names, optimizer.rule.coefficients)}_updated" if slot.what != "finite" else "all_finite"
-        shape = list(gradients[names[slot.where.param]].shape) if isinstance(slot.where, Part) else []
-        constant = f"{target}/shape"
-        graph.initializer.append(numpy_helper.from_array(np.array(shape, np.int64), constant))
-        nodes.append(helper.make_node("Reshape", [value.name, constant], [target]))
-        graph.output.append(helper.make_tensor_value_info(target, types[value.name], shape))
-    graph.initializer.append(numpy_helper.from_array(np.array([-1], np.int64), "update/flat"))
-    graph.initializer.extend(proto.graph.initializer)
-    graph.node.extend(nodes)
+    append_update(
+        merged.graph,
+        update,
+        [gradients[n].shape for n in names],
+        sources,
+        lambda slot: "all_finite" if slot.what == "finite" else f"{_name(slot, names, '')}_updated",
+    )
     return merged
 
 
-def _name(slot: Slot, names: list[str], coefficients: tuple[str, ...]) -> str:
+def _name(slot: Slot, names: list[str], number: str) -> str:
     if not isinstance(slot.where, Part):
-        return str(slot.what)
+        return f"update/{number}"
     name = names[slot.where.param]
     if slot.what == "param":
         return name
     return f"{name}_grad" if slot.what == "grad" else f"{name}/Moment_{int(slot.what) + 1}"
-
-
-def _prefix(model: onnx.ModelProto, prefix: str) -> None:
-    """Give all values and nodes names that no other graph has."""
-    graph = model.graph
-    for value in [*graph.input, *graph.output, *graph.value_info, *graph.initializer]:
-        value.name = prefix + value.name
-    for node in graph.node:
-        node.name = prefix + node.name
-        for values in (node.input, node.output):
-            values[:] = [name and prefix + name for name in values]

@@ -7,9 +7,10 @@ from onnx_ir.passes import Sequential
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass, RemoveUnusedNodesPass
 
 from lightning_ort.compiler.passes.recompute import RecomputePass
+from lightning_ort.compiler.passes.standard_operators import StandardOperatorsPass
 from lightning_ort.compiler.passes.unused_inputs import RemoveUnusedInputsPass
 
-__all__ = ["optimize", "save_memory"]
+__all__ = ["optimize", "save_memory", "standardize"]
 
 _PASSES = Sequential(
     RemoveUnusedNodesPass(),
@@ -26,3 +27,8 @@ def optimize(model: ir.Model) -> ir.Model:
 def save_memory(model: ir.Model) -> bool:
     """Whether ``model`` now computes some values twice on purpose, which ONNX Runtime must not undo."""
     return RecomputePass()(model).modified
+
+
+def standardize(model: ir.Model) -> ir.Model:
+    """``model`` in standard operators, which any ONNX Runtime accepts with all of its optimizations."""
+    return StandardOperatorsPass()(model).model

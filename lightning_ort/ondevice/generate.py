@@ -1,0 +1,154 @@
+"""Artifacts for training on a device."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_ort.ondevice.flavour import Artifacts, flavour_named
+from lightning_ort.ondevice.generation.checking import check_artifacts
+from lightning_ort.ondevice.generation.forward import ModuleForward
+from lightning_ort.ondevice.generation.sources import Source, onnx_source, torch_source
+from lightning_ort.ondevice.generation.step_graphs import evaluation_graph, training_graph
+from lightning_ort.ondevice.optimizers import KINDS, OptimizerConfig
+from lightning_ort.ondevice.state import TrainingState
+
+__all__ = ["generate_artifacts"]
+
+
+def generate_artifacts(
+    model: Any,
+    artifact_directory: str | os.PathLike[str] | None = None,
+    *,
+    inputs: Any = None,
+    loss: str | Callable[..., torch.Tensor] | None = None,
+    optimizer: OptimizerConfig | str | None = "AdamW",
+    requires_grad: Sequence[str] | None = None,
+    frozen_params: Sequence[str] | None = None,
+    clip_grad_norm: float | None = None,
+    flavour: str = "portable",
+    prefix: str = "",
+    dynamic_axes: Mapping[str, Mapping[int, str]] | None = None,
+    output_names: Sequence[str] | None = None,
+    additional_output_names: Sequence[str] | None = None,
+    loss_input_names: Sequence[str] | None = None,
+    verify: bool = True,
+) -> Artifacts:
+    """Write the files with which a model is trained on a device.
+
+    Args:
+        model: a module, a LightningModule, or a forward ONNX model (``onnx.ModelProto``, bytes or a path, opset 13 to
+            21). It is not changed.
+        artifact_directory: where the files go; made if it does not exist. By default the current folder.
+        inputs: an example of what a training step gets: for a module the inputs of ``forward`` and the targets, in
+            order or by name; for a LightningModule without ``loss`` the batch of ``training_step``. An ONNX model needs
+            none; with an example its graphs are checked.
+        loss: ``"MSELoss"``, ``"CrossEntropyLoss"``, ``"BCEWithLogitsLoss"``, ``"L1Loss"`` (or a member of ONNX
+            Runtime's ``LossType``), or a function from the results of the model and the targets to a scalar tensor.
+            ``None``: the first result of the model is the loss, or ``training_step`` of a LightningModule returns it.
+        optimizer: an :class:`OptimizerConfig`, a kind (``"AdamW"``, ``"Adam"``, ``"SGD"``, ``"Lamb"``, or a member of
+            ONNX Runtime's ``OptimType``), or ``None`` for no update.
+        requires_grad: names of the parameters that are trained; by default all that require a gradient.
+        frozen_params: names of parameters that are not trained.
+        clip_grad_norm: shorthand for that attribute of ``optimizer``.
+        flavour: the format of the files.
+        prefix: put before the names of all files.
+        dynamic_axes: which sizes vary, as in ``torch.onnx.export``; by default the first of each input, ``batch``.
+        output_names: of the results of a module.
+        additional_output_names: results that the training and evaluation steps give besides the loss; without a loss
+            function all are given.
+        loss_input_names: results that the loss function gets, by default what the model returns.
+        verify: compare loss, gradients and buffers of the example with torch's before anything is written.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ValueError, TypeError, FileNotFoundError: something does not fit together, named.
+        UnsupportedError: an operation that has no ONNX form.
+        MismatchError: a graph computes something else than torch.
+    """
+    if artifact_directory is not None and not isinstance(artifact_directory, (str, os.PathLike)):
+        raise TypeError(f"artifact_directory is a {type(artifact_directory).__name__}; expected a path.")
+    chosen = flavour_named(flavour)
+    config = _optimizer(optimizer, clip_grad_norm)
+    if isinstance(model, nn.Module):
+        source = torch_source(model, inputs, loss, dynamic_axes, output_names, loss_input_names)
+    else:
+        if dynamic_axes is not None or output_names is not None:
+            raise ValueError("dynamic_axes and output_names are for modules; an ONNX model says both itself.")
+        named = None if requires_grad is None else [*requires_grad, *(frozen_params or ())]
+        source = onnx_source(model, inputs, loss, named, loss_input_names)
+    if additional_output_names is not None or loss is not None or isinstance(model, LightningModule):
+        source.objective.additional = list(additional_output_names or ())
+    artifacts, random = _artifacts(source, _trained(source, requires_grad, frozen_params), config)
+    if verify and source.example is not None:
+        check_artifacts(artifacts, source, source.example, random=random)
+    directory = Path(artifact_directory or ".")
+    directory.mkdir(parents=True, exist_ok=True)
+    chosen.write(artifacts, directory, prefix)
+    return artifacts
+
+
+def _optimizer(optimizer: Any, clip: float | None) -> OptimizerConfig | None:
+    if optimizer is None:
+        if clip is not None:
+            raise ValueError("clip_grad_norm was given without an optimizer.")
+        return None
+    config = optimizer
+    if not isinstance(optimizer, OptimizerConfig):
+        kind: Any = optimizer if isinstance(optimizer, str) else getattr(optimizer, "name", optimizer)
+        if kind not in KINDS:
+            raise ValueError(f"optimizer={optimizer!r}: expected an OptimizerConfig, or one of {', '.join(KINDS)}.")
+        config = OptimizerConfig(kind)
+    return config if clip is None else dataclasses.replace(config, clip_grad_norm=clip)
+
+
+def _trained(
+    source: Source, requires_grad: Sequence[str] | None, frozen: Sequence[str] | None
+) -> Callable[[ModuleForward], list[str]]:
+    def choose(forward: ModuleForward) -> list[str]:
+        known = list(forward.parameters)
+        for argument, names in (("requires_grad", requires_grad), ("frozen_params", frozen)):
+            unknown = [n for n in names or () if n not in known]
+            if unknown:
+                listed = ", ".join(map(repr, unknown))
+                raise ValueError(f"{argument}: the model has no parameter {listed}. It has: {', '.join(known)}.")
+        both = sorted(set(requires_grad or ()) & set(frozen or ()))
+        if both:
+            raise ValueError(f"{both} are both in requires_grad and in frozen_params.")
+        wanted = forward.requiring_grad if requires_grad is None else list(requires_grad)
+        found = [n for n in known if n in wanted and n not in (frozen or ())]
+        if not found:
+            raise ValueError("No parameter is trained: none is left by requires_grad and frozen_params.")
+        return found
+
+    return choose
+
+
+def _artifacts(
+    source: Source, choose: Callable[[ModuleForward], list[str]], config: OptimizerConfig | None
+) -> tuple[Artifacts, bool]:
+    """What is to be written, and whether the training step draws random numbers."""
+    forward = ModuleForward(source.objective, source.infos)
+    trained = choose(forward)
+    train, changing, random = training_graph(forward, trained)
+    evaluation = evaluation_graph(forward, changing)
+    inference = None
+    if source.inference is not None:
+        inference = evaluation_graph(ModuleForward(source.inference, source.inference_infos), changing)
+    state = TrainingState(
+        {n: p.detach().cpu().clone() for n, p in forward.parameters.items()},
+        tuple(trained),
+        {n: forward.buffers[n].detach().cpu().clone() for n in changing},
+    )
+    if config is not None:
+        state.optimizer = config.fresh_state({n: state.parameters[n] for n in trained})
+    return Artifacts(state, train, evaluation, inference, config), random

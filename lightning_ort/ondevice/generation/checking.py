@@ -1,0 +1,90 @@
+"""New artifacts against the same computation in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lightning_ort.compiler.checking import Results, compare
+from lightning_ort.ondevice.flavour import Artifacts
+from lightning_ort.ondevice.generation.forward import ModuleForward
+from lightning_ort.ondevice.generation.sources import Source
+from lightning_ort.ondevice.step import Step
+from lightning_ort.ondevice.step_graph import StepGraph
+from lightning_ort.runtime.session import RuntimeConfig
+
+__all__ = ["check_artifacts"]
+
+_ADVICE = "Nothing was written. Please report it with the model; verify=False skips this check."
+
+
+def check_artifacts(artifacts: Artifacts, source: Source, example: Mapping[str, Tensor], *, random: bool) -> None:
+    """Raise unless loss, gradients and buffers of ``example`` are torch's.
+
+    A training step that draws random numbers cannot be compared; the evaluation is.
+
+    Raises:
+        MismatchError: names what differs.
+    """
+    forward = ModuleForward(source.objective, source.infos)
+    if not random:
+        source.objective.train()
+        _check(artifacts.train, artifacts, forward, example)
+    source.objective.eval()
+    _check(artifacts.evaluation, artifacts, forward, example)
+
+
+def _check(graph: StepGraph, artifacts: Artifacts, forward: ModuleForward, example: Mapping[str, Tensor]) -> None:
+    state = artifacts.state
+    tensors = {n: t.clone() for n, t in state.tensors.items()}
+    gradients = {n: torch.empty_like(tensors[n]) for n in graph.gradients}
+    found = Step(graph, tensors, gradients, RuntimeConfig())([example[i.name].contiguous() for i in graph.inputs])
+    numbers = {name: i for i, name in enumerate([*forward.parameters, *forward.buffers])}
+    got = Results(
+        dict(enumerate(found)),
+        {numbers[n]: g for n, g in gradients.items()},
+        {numbers[n]: tensors[n] for n in graph.updates},
+    )
+    names = {
+        "outputs": dict(enumerate(graph.outputs)),
+        "gradients": {i: f"the gradient of {n!r}" for n, i in numbers.items()},
+        "updates": {i: f"the new value of {n!r}" for n, i in numbers.items()},
+    }
+
+    def reference(dtype: torch.dtype | None) -> Results:
+        values = _torch(forward, state.tensors, example, list(graph.gradients), dtype)
+        updates = {numbers[n]: values[2][n] for n in graph.updates}
+        return Results(dict(enumerate(values[0])), {numbers[n]: g for n, g in values[1].items()}, updates)
+
+    compare(got, reference(None), names, lambda: reference(torch.float64), advice=_ADVICE)
+
+
+def _torch(
+    forward: ModuleForward,
+    state: Mapping[str, Tensor],
+    example: Mapping[str, Tensor],
+    trained: list[str],
+    dtype: torch.dtype | None,
+) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Outputs, gradients and buffers."""
+
+    def own(tensor: Tensor) -> Tensor:
+        copy = tensor.detach().cpu().clone()
+        return copy.to(dtype) if dtype is not None and copy.is_floating_point() else copy
+
+    tensors = {n: own(state.get(n, t)) for n, t in (forward.parameters | forward.buffers).items()}
+    with torch.enable_grad():
+        for name in trained:
+            tensors[name].requires_grad_()
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype or before)
+        try:
+            results = forward.call(tensors, [own(example[i.name]) for i in forward.infos])
+            leaves = [tensors[n] for n in trained]
+            grads = torch.autograd.grad(results[0], leaves, allow_unused=True) if trained else []
+        finally:
+            torch.set_default_dtype(before)
+    gradients = {n: torch.zeros_like(tensors[n]) if g is None else g for n, g in zip(trained, grads, strict=True)}
+    return [r.detach() for r in results], gradients, {n: tensors[n].detach() for n in forward.buffers}

@@ -1,0 +1,92 @@
+"""What a step is fed, from an example."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_ort.onnx_gradients.inputs import InputInfo
+
+__all__ = ["BATCH", "Example", "arguments_of", "example_of", "infos_of"]
+
+BATCH = "batch"
+"""what the first size of all inputs is called unless the user says otherwise"""
+
+Axes = Mapping[str, Mapping[int, str]]
+
+
+@dataclasses.dataclass
+class Example:
+    """Example tensors by name, and the batch as a step gets it."""
+
+    tensors: dict[str, Tensor]
+    batch: Any
+
+
+def arguments_of(model: nn.Module) -> tuple[list[str], int]:
+    """Names of the arguments of ``forward``, and how many of them are required."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    found = [p for p in inspect.signature(model.forward).parameters.values() if p.kind in kinds]
+    return [p.name for p in found], sum(p.default is inspect.Parameter.empty for p in found)
+
+
+def example_of(inputs: Any, names: Sequence[str]) -> Example:
+    """The tensors in ``inputs``.
+
+    Args:
+        inputs: tensors or arrays in a mapping, whose keys are their names, in a sequence, or nested as a batch is.
+        names: for those that have no name, in order; those that remain are called ``input_<number>``.
+
+    Raises:
+        ValueError: there is no tensor, or two have one name.
+    """
+    batch = pytree.tree_map(lambda x: torch.from_numpy(x) if isinstance(x, np.ndarray) else x, inputs)
+    found: dict[str, Tensor] = {}
+    free = [n for n in names if not (isinstance(batch, Mapping) and n in batch)]
+    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
+        if not isinstance(leaf, Tensor):
+            continue
+        key = path[-1] if path else None
+        if isinstance(key, pytree.MappingKey):
+            name = str(key.key)
+        else:
+            name = free.pop(0) if free else f"input_{len(found)}"
+        if name in found:
+            raise ValueError(f"inputs: two tensors are called {name!r}.")
+        found[name] = leaf.detach().cpu()
+    if not found:
+        raise ValueError("inputs holds no tensor; expected an example of what a training step gets.")
+    return Example(found, pytree.tree_map(lambda x: x.detach().cpu() if isinstance(x, Tensor) else x, batch))
+
+
+def infos_of(tensors: Mapping[str, Tensor], axes: Axes | None) -> list[InputInfo]:
+    """Inputs with the sizes that vary.
+
+    Args:
+        axes: per input the number of each dimension that varies to the name of that size, as in
+            ``torch.onnx.export``; by default the first of each input is called ``batch``.
+
+    Raises:
+        ValueError: it names an input or a dimension that does not exist.
+    """
+    if axes is None:
+        axes = {name: {0: BATCH} for name, tensor in tensors.items() if tensor.dim()}
+    unknown = sorted(set(axes) - set(tensors))
+    if unknown:
+        raise ValueError(f"dynamic_axes: there is no input {unknown}; the inputs are {', '.join(tensors)}.")
+    found = []
+    for name, tensor in tensors.items():
+        shape: list[int | str] = list(tensor.shape)
+        for dimension, size in axes.get(name, {}).items():
+            if not 0 <= dimension < len(shape):
+                raise ValueError(f"dynamic_axes: {name!r} has {len(shape)} dimensions, but not number {dimension}.")
+            shape[dimension] = str(size)
+        found.append(InputInfo(name, tensor.dtype, tuple(shape)))
+    return found

@@ -1,0 +1,154 @@
+"""The objectives of what users give: a module, a LightningModule, an ONNX model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import onnx
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_ort.ondevice.generation.copying import without_side_effects
+from lightning_ort.ondevice.generation.inputs import Axes, Example, arguments_of, example_of, infos_of
+from lightning_ort.ondevice.generation.losses import Loss, loss_function, target_name
+from lightning_ort.ondevice.generation.objectives import Inference, LossOf, Objective, StepLoss
+from lightning_ort.onnx_gradients.inputs import InputInfo, input_infos
+from lightning_ort.onnx_reader import to_torch
+from lightning_ort.onnx_reader.load import load
+
+__all__ = ["Source", "onnx_source", "torch_source"]
+
+
+@dataclasses.dataclass
+class Source:
+    """What is trained.
+
+    Attributes:
+        objective: loss and results.
+        infos: the inputs of ``objective``.
+        inference: the results alone; ``None`` if the model gives none without targets.
+        inference_infos: the inputs of ``inference``.
+        example: inputs of ``objective``, where the user gave some.
+    """
+
+    objective: Objective
+    infos: list[InputInfo]
+    inference: Inference | None
+    inference_infos: list[InputInfo]
+    example: dict[str, Tensor] | None
+
+
+def torch_source(
+    model: nn.Module,
+    inputs: Any,
+    loss: Any,
+    axes: Axes | None,
+    output_names: Sequence[str] | None,
+    loss_inputs: Sequence[str] | None,
+) -> Source:
+    """Of a torch module.
+
+    Raises:
+        ValueError: ``inputs`` do not fit ``forward`` and the loss.
+    """
+    if inputs is None:
+        raise ValueError("inputs is missing: a module needs an example of what a training step gets.")
+    loss_fn = loss_function(loss)
+    copied = without_side_effects(model)
+    arguments, required = arguments_of(copied)
+    target = target_name(loss_fn)
+    if isinstance(model, LightningModule) and loss_fn is None:
+        return _lightning_source(copied, inputs, axes, output_names, arguments[:required])
+    if isinstance(inputs, Tensor):
+        inputs = (inputs,)
+    if isinstance(inputs, Mapping):
+        example = example_of(inputs, [])
+        mine = [n for n in example.tensors if n in arguments]
+        if not mine:
+            raise ValueError(
+                f"inputs has {', '.join(example.tensors)}, but forward takes {', '.join(arguments)}: call the "
+                "inputs of the model as it calls them."
+            )
+        keywords: list[str | None] = list(mine)
+    else:
+        count = len(inputs) - (loss_fn is not None)
+        count = min(count, len(arguments)) if required <= count else required
+        example = example_of(tuple(inputs), [*arguments[:count], target])
+        mine, keywords = list(example.tensors)[:count], [None] * count
+    targets = [n for n in example.tensors if n not in mine]
+    if loss_fn is None and targets:
+        raise ValueError(
+            f"inputs has {', '.join(targets)}, which forward does not take, and there is no loss for them."
+        )
+    if loss_fn is not None and not targets:
+        raise ValueError("inputs holds no target for the loss; give it after the inputs of the model.")
+    tensors = {n: example.tensors[n] for n in [*mine, *targets]}
+    infos = infos_of(tensors, axes)
+    inference = Inference(copied, keywords, output_names)
+    objective = LossOf(inference, loss_fn, loss_inputs)
+    # a model that returns its loss may do so only where it is given targets
+    return Source(objective, infos, inference if loss_fn is not None else None, infos[: len(mine)], tensors)
+
+
+def _lightning_source(
+    copied: nn.Module, inputs: Any, axes: Axes | None, output_names: Sequence[str] | None, arguments: Sequence[str]
+) -> Source:
+    """Of ``training_step``; the results are those of ``forward`` for the first tensors of the batch."""
+    example: Example = example_of(inputs, [*arguments, "target"])
+    infos = infos_of(example.tensors, axes)
+    by_name = {i.name: i for i in infos}
+    mine = list(arguments) if all(a in by_name for a in arguments) else list(by_name)[: len(arguments)]
+    objective = StepLoss(copied, example.batch)
+    overridden = type(copied).forward is not LightningModule.forward
+    inference = Inference(copied, [None] * len(mine), output_names) if overridden and mine else None
+    return Source(objective, infos, inference, [by_name[n] for n in mine], example.tensors)
+
+
+def onnx_source(
+    model: Any, inputs: Any, loss: Any, parameters: Sequence[str] | None, loss_inputs: Sequence[str] | None
+) -> Source:
+    """Of an ONNX model.
+
+    Args:
+        parameters: initializers that become parameters; by default those that a gradient can reach.
+
+    Raises:
+        ValueError: it has no output that the loss could be computed from.
+    """
+    proto = load(model)
+    module = to_torch(proto, parameters)
+    infos = input_infos(proto)
+    inference = Inference(module, [None] * len(infos), module.output_names)
+    loss_fn = loss_function(loss)
+    objective = LossOf(inference, loss_fn, loss_inputs or (module.output_names if loss_fn is not None else None))
+    all_infos = list(infos)
+    if loss_fn is not None:
+        name = target_name(loss_fn)
+        source = loss_inputs[0] if loss_inputs else module.output_names[0]
+        all_infos.append(_target(proto, name, source, loss_fn))
+    example = None
+    if inputs is not None:
+        given = example_of(inputs, [i.name for i in all_infos]).tensors
+        missing = [i.name for i in all_infos if i.name not in given]
+        if missing:
+            raise ValueError(f"inputs lacks {', '.join(missing)}.")
+        example = {i.name: given[i.name] for i in all_infos}
+    return Source(objective, all_infos, inference if loss_fn is not None else None, infos, example)
+
+
+def _target(proto: onnx.ModelProto, name: str, source: str, loss_fn: Loss) -> InputInfo:
+    """Shaped like the result that it is compared with; classes lack its last but batch dimension."""
+    declared = onnx.ModelProto()
+    declared.graph.input.extend(o for o in proto.graph.output if o.name == source)
+    (info,) = input_infos(declared)
+    info = dataclasses.replace(info, name=name)
+    if isinstance(loss_fn, nn.CrossEntropyLoss):
+        if len(info.shape) < 2:
+            raise ValueError(
+                f"CrossEntropyLoss: {source!r} has shape {list(info.shape)}; expected (batch, classes, ...)."
+            )
+        return InputInfo(name, torch.int64, (info.shape[0], *info.shape[2:]))
+    return info

@@ -1,0 +1,97 @@
+"""The ONNX graphs of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import onnx
+import torch
+from onnx import helper
+
+from lightning_ort.compiler.dynamo import no_fast_path
+from lightning_ort.compiler.passes import standardize
+from lightning_ort.ondevice.generation.forward import ModuleForward
+from lightning_ort.ondevice.step_graph import StepGraph
+from lightning_ort.onnx_gradients.inputs import InputInfo
+from lightning_ort.onnx_gradients.joint import GRAD, NEW, Joint, trace_joint
+from lightning_ort.onnx_gradients.writing import written
+from lightning_ort.runtime.dtypes import ONNX
+
+__all__ = ["evaluation_graph", "training_graph"]
+
+
+def training_graph(forward: ModuleForward, trained: Sequence[str]) -> tuple[StepGraph, list[str], bool]:
+    """Results, gradients by ``trained`` and new buffers, in training mode.
+
+    Returns:
+        The graph, the names of the buffers that change, and whether it draws random numbers.
+
+    Raises:
+        UnsupportedError: an operation without an ONNX form, or sizes that cannot vary.
+    """
+    forward.objective.train()
+    loss: list[str] = []
+    with no_fast_path():
+        joint = trace_joint(forward, forward.infos, loss, [], trained, statistics=True, what=_what(forward))
+    changed = [n for n in forward.buffers if f"{n}{NEW}" in joint.results]
+    graph = _graph(forward, joint, [*forward.parameters, *changed], trained, changed)
+    return graph, changed, bool(joint.traced.draws)
+
+
+def evaluation_graph(forward: ModuleForward, changing: Sequence[str]) -> StepGraph:
+    """Results in evaluation mode.
+
+    Args:
+        changing: buffers that are inputs; the others are constants.
+    """
+    forward.objective.eval()
+    with no_fast_path():
+        joint = trace_joint(forward, forward.infos, [], [], [], what=_what(forward))
+    return _graph(forward, joint, [*forward.parameters, *changing], [], [])
+
+
+def _what(forward: ModuleForward) -> str:
+    return type(forward.objective.model).__name__
+
+
+def _graph(
+    forward: ModuleForward, joint: Joint, fed: Collection[str], trained: Sequence[str], changed: Sequence[str]
+) -> StepGraph:
+    model = standardize(written(joint, _described(forward, joint), fed=fed))
+    taken = {str(v.name) for v in model.graph.inputs}
+    return StepGraph(
+        model,
+        tuple(forward.infos),
+        tuple(forward.output_names),
+        {name: name for name in fed if name in taken},
+        {name: f"{name}{GRAD}" for name in trained},
+        {name: f"{name}{NEW}" for name in changed},
+    )
+
+
+def _described(forward: ModuleForward, joint: Joint) -> onnx.ModelProto:
+    """A model that has nothing but the inputs and outputs, as they are to be declared."""
+    sizes: dict[str, str] = {}
+    for info in forward.infos:
+        for size, expression in zip(info.shape, joint.inputs[info.name].meta["val"].shape, strict=True):
+            if isinstance(size, str):
+                sizes[str(expression)] = size
+    inputs = [_value(i) for i in forward.infos]
+    outputs = []
+    for name in forward.output_names:
+        fake = joint.results[name].meta["val"]
+        shape = tuple(s if isinstance(s, int) else _size(s, sizes) for s in fake.shape)
+        outputs.append(_value(InputInfo(name, fake.dtype, shape)))
+    return helper.make_model(helper.make_graph([], "step", inputs, outputs))
+
+
+def _size(size: torch.SymInt, names: dict[str, str]) -> str:
+    text = str(size)
+    for symbol in sorted(names, key=len, reverse=True):
+        text = text.replace(symbol, names[symbol])
+    return text
+
+
+def _value(info: InputInfo) -> Any:
+    return helper.make_tensor_value_info(info.name, int(ONNX[info.dtype]), list(info.shape))

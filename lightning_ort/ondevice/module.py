@@ -1,0 +1,201 @@
+"""Forward and backward passes of a training on a device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import torch
+from torch import Tensor
+
+from lightning_ort.ondevice.checkpoint import CheckpointState
+from lightning_ort.ondevice.flavour import flavour_of_model
+from lightning_ort.ondevice.inference import save_inference_model
+from lightning_ort.ondevice.memory import Packed
+from lightning_ort.ondevice.step import Step
+from lightning_ort.ondevice.values import as_tensor, checked, given_back
+from lightning_ort.runtime.session import RuntimeConfig
+
+__all__ = ["Module"]
+
+Path_ = str | os.PathLike[str]
+
+
+class Module:
+    """Runs the training and the evaluation step of artifacts.
+
+    Args:
+        train_model_uri: the training graph.
+        state: parameters; they live in the memory of this module from now on, and ``state`` shows them.
+        eval_model_uri: the evaluation graph, if evaluations are wanted.
+        device: ``"cpu"``.
+        session_options: an ``onnxruntime.SessionOptions``, or a mapping of its attributes.
+
+    Raises:
+        FileNotFoundError, ValueError: no such artifact, or one that does not fit ``state``.
+
+    Attributes:
+        training: whether a call is a training step.
+    """
+
+    training: bool
+
+    def __init__(
+        self,
+        train_model_uri: Path_,
+        state: CheckpointState,
+        eval_model_uri: Path_ | None = None,
+        device: str = "cpu",
+        session_options: Any = None,
+    ) -> None:
+        if not isinstance(state, CheckpointState):
+            raise TypeError(f"state is a {type(state).__name__}; expected a CheckpointState.")
+        if device.split(":")[0] != "cpu":
+            raise ValueError(f"device={device!r}: expected 'cpu'; training on a device runs on the CPU only.")
+        values = state.training_state
+        train_path = Path(train_model_uri)
+        graph = flavour_of_model(train_path).load_train_step(train_path, values)
+        evaluation = None
+        if eval_model_uri is not None:
+            eval_path = Path(eval_model_uri)
+            evaluation = flavour_of_model(eval_path).load_eval_step(eval_path, values)
+        trained = {n: values.parameters[n] for n in values.trained}
+        frozen = {n: p for n, p in values.parameters.items() if n not in trained}
+        self.config = RuntimeConfig(session_options=session_options)
+        self.memory, self.gradients = Packed(trained), Packed(trained)
+        self.memory.fill(trained)
+        self._scratch: Packed | None = None
+        tensors = self.memory.views | frozen | values.buffers
+        gradients = {n: self.gradients.views[n] for n in graph.gradients}
+        self._train = Step(graph, tensors, gradients, self.config)
+        self._eval = None if evaluation is None else Step(evaluation, tensors, {}, self.config)
+        # nothing can fail any more
+        values.parameters = {n: tensors[n] for n in values.parameters}
+        self._tensors, self.state, self.training = tensors, state, True
+        self._accumulates = False
+
+    def __call__(self, *user_inputs: Any) -> Any:
+        """One training step, which adds to the gradients and changes running statistics; or one evaluation.
+
+        Args:
+            user_inputs: numpy arrays, OrtValues or torch tensors, in the order of :meth:`input_names`.
+
+        Returns:
+            The loss, or a tuple of all outputs: OrtValues if all inputs are, torch tensors if all inputs are, else
+            numpy arrays; in memory of their own.
+
+        Raises:
+            ValueError, TypeError: the inputs do not fit; nothing has been changed then.
+            RuntimeError: an evaluation without an evaluation graph.
+        """
+        step = self._step()
+        inputs = checked(user_inputs, step.graph.inputs)
+        if self.training:
+            results = self._accumulated(inputs)
+        else:
+            results = step(inputs)
+        return given_back(results, user_inputs)
+
+    def _step(self) -> Step:
+        if self.training:
+            return self._train
+        if self._eval is None:
+            raise RuntimeError("The module has no evaluation graph: give eval_model_uri.")
+        return self._eval
+
+    def _accumulated(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        if not self._accumulates:
+            results = self._train(inputs)
+        else:
+            if self._scratch is None:
+                self._scratch = Packed(self.gradients.views)
+            for dtype, flat in self.gradients.flat.items():
+                self._scratch.flat[dtype].copy_(flat)
+            results = self._train(inputs)
+            for dtype, flat in self.gradients.flat.items():
+                flat.add_(self._scratch.flat[dtype])
+        self._accumulates = True
+        self.state.gradients = self.gradients.views
+        return results
+
+    def train(self, mode: bool = True) -> Module:
+        """Let calls be training steps (or evaluations, with ``mode=False``); ``self``."""
+        self.training = mode
+        return self
+
+    def eval(self) -> Module:
+        """Let calls be evaluations; ``self``."""
+        return self.train(False)
+
+    def lazy_reset_grad(self) -> None:
+        """Let the next training step replace the gradients instead of adding to them."""
+        self._accumulates = False
+
+    def _chosen(self, trainable_only: bool) -> list[str]:
+        values = self.state.training_state
+        return [n for n in values.parameters if n in values.trained or not trainable_only]
+
+    def get_contiguous_parameters(self, trainable_only: bool = False) -> onnxruntime.OrtValue:
+        """A copy of the parameters, one after the other in the order of the model, as a vector.
+
+        Raises:
+            ValueError: they are not of one element type.
+        """
+        tensors = [self._tensors[n].reshape(-1) for n in self._chosen(trainable_only)]
+        _one_type(tensors)
+        return onnxruntime.OrtValue.ortvalue_from_numpy(torch.cat(tensors).numpy())
+
+    def get_parameters_size(self, trainable_only: bool = True) -> int:
+        """Number of elements of all parameters."""
+        return sum(self._tensors[n].numel() for n in self._chosen(trainable_only))
+
+    def copy_buffer_to_parameters(self, buffer: Any, trainable_only: bool = True) -> None:
+        """Replace the parameters by what :meth:`get_contiguous_parameters` gave, possibly of another device.
+
+        Raises:
+            ValueError: another number of elements or another element type; nothing has been changed then.
+        """
+        flat = as_tensor(buffer, "buffer").reshape(-1)
+        targets = [self._tensors[n] for n in self._chosen(trainable_only)]
+        _one_type(targets)
+        size = sum(t.numel() for t in targets)
+        if flat.numel() != size or flat.dtype != targets[0].dtype:
+            raise ValueError(
+                f"buffer holds {flat.numel()} elements of {flat.dtype}; the parameters are {size} of "
+                f"{targets[0].dtype}."
+            )
+        for target, part in zip(targets, flat.split([t.numel() for t in targets]), strict=True):
+            target.copy_(part.view(target.shape))
+
+    def export_model_for_inferencing(self, inference_model_uri: Path_, graph_output_names: Sequence[str]) -> None:
+        """Write the part of the evaluation graph that computes some of its values, with the present parameters.
+
+        Args:
+            inference_model_uri: the file; more than 1.5 GB of weights go to ``<file>.data`` beside it.
+            graph_output_names: values of the evaluation graph, outputs or not; inputs that none of them needs are
+                left out.
+
+        Raises:
+            ValueError: the graph has no such value.
+            RuntimeError: the module has no evaluation graph.
+        """
+        if self._eval is None:
+            raise RuntimeError("The module has no evaluation graph: give eval_model_uri.")
+        save_inference_model(self._eval.graph, self._tensors, Path(inference_model_uri), list(graph_output_names))
+
+    def input_names(self) -> list[str]:
+        """Names of the inputs of a call in the present mode."""
+        return [i.name for i in self._step().graph.inputs]
+
+    def output_names(self) -> list[str]:
+        """Names of the outputs of a call in the present mode."""
+        return list(self._step().graph.outputs)
+
+
+def _one_type(tensors: Sequence[Tensor]) -> None:
+    found = sorted({str(t.dtype) for t in tensors})
+    if len(found) != 1:
+        raise ValueError(f"The parameters are of {len(found)} element types ({', '.join(found)}); expected one.")

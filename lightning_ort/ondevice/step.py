@@ -1,0 +1,155 @@
+"""Runs the graph of a step on memory that stays where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import onnx_ir as ir
+import torch
+from torch import Tensor
+
+from lightning_ort.ondevice.step_graph import StepGraph
+from lightning_ort.runtime.dtypes import ONNX
+from lightning_ort.runtime.session import OrtSession, RuntimeConfig
+
+__all__ = ["Step"]
+
+_SMALL = 1 << 14
+"""Bytes up to which a tensor is copied to and from memory that stays bound: quicker than binding it where it is."""
+
+_TORCH = {onnx: dtype for dtype, onnx in ONNX.items()}
+
+
+class Step:
+    """A session of ``graph``.
+
+    Args:
+        graph: what is computed.
+        tensors: parameters and buffers by name; they are read where they are, at each run.
+        gradients: where gradients are written, by parameter; all parameters in ``graph.gradients``.
+        config: how the session is made.
+
+    Raises:
+        ValueError: ONNX Runtime does not accept the graph.
+    """
+
+    def __init__(
+        self,
+        graph: StepGraph,
+        tensors: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+        config: RuntimeConfig,
+    ) -> None:
+        self.graph, self._tensors = graph, tensors
+        values = graph.model.graph
+        double = any(t.dtype == torch.float64 for t in tensors.values())
+        self._session = OrtSession(
+            ir.to_proto(graph.model).SerializeToString(), config, torch.device("cpu"), double=double
+        )
+        self._infos = {i.name: i for i in graph.inputs}
+        self._order = [str(v.name) for v in values.inputs]
+        self._outputs = [(str(v.name), _info(v)) for v in values.outputs]
+        self._new = {name: torch.empty_like(tensors[name]) for name in graph.updates}
+        self._fixed = {graph.gradients[n]: t for n, t in gradients.items()}
+        self._fixed |= {graph.updates[n]: t for n, t in self._new.items()}
+        self._plans: dict[tuple[torch.Size, ...], _Plan | None] = {}
+        self._last: _Plan | None = None
+
+    def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Results in memory of their own, in the order of ``graph.outputs``; gradients and buffers are written.
+
+        Args:
+            inputs: in the order of ``graph.inputs``, checked.
+        """
+        shapes = tuple([x.shape for x in inputs])
+        if shapes not in self._plans:
+            if len(self._plans) > 64:
+                self._plans.clear()
+            self._plans[shapes] = self._plan(inputs)
+        plan = self._plans[shapes]
+        results = self._unplanned(inputs) if plan is None else self._planned(plan, inputs)
+        for name, value in self._new.items():
+            self._tensors[name].copy_(value)
+        return results
+
+    def _planned(self, plan: _Plan, inputs: Sequence[Tensor]) -> list[Tensor]:
+        for staged, x in zip(plan.staged, inputs, strict=True):
+            if staged is not None:
+                staged.copy_(x)
+        if plan is self._last and plan.fixed:
+            self._session.run_again()
+            return [t.clone() for t in plan.results]
+        given = [x if s is None else s for s, x in zip(plan.staged, inputs, strict=True)]
+        results = [t if kept else torch.empty_like(t) for t, kept in zip(plan.results, plan.kept, strict=True)]
+        reads = [given[k] if isinstance(k, int) else k for k in plan.reads]
+        writes = [results[k] if isinstance(k, int) else k for k in plan.writes]
+        self._session.run(reads, writes)
+        self._last = plan
+        return [t.clone() if kept else t for t, kept in zip(results, plan.kept, strict=True)]
+
+    def _unplanned(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Where sizes of results are known only when they have been computed."""
+        given = dict(zip(self._infos, inputs, strict=True))
+        reads = [given[n] if n in given else self._tensors[self.graph.tensors[n]] for n in self._order]
+        found = dict(zip([n for n, _ in self._outputs], self._session.run_unbound(reads), strict=True))
+        for name, target in self._fixed.items():
+            target.copy_(torch.from_numpy(found[name]))
+        return [torch.from_numpy(found[n]) for n in self.graph.outputs]
+
+    def _plan(self, inputs: Sequence[Tensor]) -> _Plan | None:
+        sizes: dict[str, int] = {}
+        for info, x in zip(self.graph.inputs, inputs, strict=True):
+            sizes |= {s: n for s, n in zip(info.shape, x.shape, strict=True) if isinstance(s, str)}
+        results: list[Tensor] = []
+        declared = dict(self._outputs)
+        for name in self.graph.outputs:
+            dtype, shape = declared[name]
+            known = [sizes.get(s) if isinstance(s, str) else s for s in shape] if shape is not None else [None]
+            if any(s is None for s in known):
+                return None
+            results.append(torch.empty([s for s in known if s is not None], dtype=dtype))
+        numbers = {name: i for i, name in enumerate(self._infos)}
+        places = {name: i for i, name in enumerate(self.graph.outputs)}
+        return _Plan(
+            staged=[
+                torch.empty_like(x, memory_format=torch.contiguous_format) if _is_small(x) else None for x in inputs
+            ],
+            results=results,
+            kept=[_is_small(t) for t in results],
+            reads=[numbers[n] if n in numbers else self._tensors[self.graph.tensors[n]] for n in self._order],
+            writes=[places[n] if n in places else self._fixed[n] for n, _ in self._outputs],
+        )
+
+
+class _Plan:
+    """Memory for inputs of certain shapes.
+
+    Attributes:
+        staged: per input a copy that stays bound, or ``None`` where it is bound where it is.
+        results: per result memory that stays bound, or its form.
+        kept: per result whether it stays bound.
+        reads: per graph input a tensor, or the number of an input.
+        writes: per graph output a tensor, or the number of a result.
+        fixed: nothing need be bound anew.
+    """
+
+    def __init__(
+        self,
+        staged: list[Tensor | None],
+        results: list[Tensor],
+        kept: list[bool],
+        reads: list[Tensor | int],
+        writes: list[Tensor | int],
+    ) -> None:
+        self.staged, self.results, self.kept, self.reads, self.writes = staged, results, kept, reads, writes
+        self.fixed = None not in [s if s is None else 0 for s in staged] and all(kept)
+
+
+def _is_small(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() <= _SMALL
+
+
+def _info(value: ir.Value) -> tuple[torch.dtype, list[int | str | None] | None]:
+    assert value.dtype is not None
+    shape = None if value.shape is None else [s if isinstance(s, int) else s.value for s in value.shape]
+    return _TORCH[value.dtype], shape
