@@ -11,13 +11,21 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_ort._version import __version__
 from lightning_ort.accelerator import ORTAccelerator
 from lightning_ort.checkpoints import ORTCheckpointIO
-from lightning_ort.errors import CheckpointError, CompilationError, MismatchError, ProviderError, UnsupportedError
+from lightning_ort.errors import (
+    CheckpointError,
+    CompilationError,
+    ExportError,
+    MismatchError,
+    ProviderError,
+    UnsupportedError,
+)
 from lightning_ort.precision import ORTPrecision
 from lightning_ort.report import Report, StepReport
 from lightning_ort.strategy import ORTStrategy
 
 if TYPE_CHECKING:
     from lightning_ort import amp, ondevice, optim
+    from lightning_ort.export import ExportedModel, ORTExport, export_onnx
     from lightning_ort.onnx_gradients import GradientGraphBuilder
     from lightning_ort.onnx_training import TrainingParameters, TrainingSession
     from lightning_ort.trainer import ORTTrainer, ORTTrainerOptions, TrainStepInfo
@@ -25,10 +33,13 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointError",
     "CompilationError",
+    "ExportError",
+    "ExportedModel",
     "GradientGraphBuilder",
     "MismatchError",
     "ORTAccelerator",
     "ORTCheckpointIO",
+    "ORTExport",
     "ORTPrecision",
     "ORTStrategy",
     "ORTTrainer",
@@ -42,6 +53,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "amp",
+    "export_onnx",
     "ondevice",
     "optim",
 ]
@@ -50,6 +62,7 @@ __all__ = [
 _MODULES = {"amp": "lightning_ort.amp", "ondevice": "lightning_ort.ondevice", "optim": "lightning_ort.optim"}
 _CLASSES = dict.fromkeys(("ORTTrainer", "ORTTrainerOptions", "TrainStepInfo"), "lightning_ort.trainer")
 _CLASSES |= dict.fromkeys(("TrainingParameters", "TrainingSession"), "lightning_ort.onnx_training")
+_CLASSES |= dict.fromkeys(("ExportedModel", "ORTExport", "export_onnx"), "lightning_ort.export")
 _CLASSES["GradientGraphBuilder"] = "lightning_ort.onnx_gradients"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CheckpointError", "CompilationError", "MismatchError", "ProviderError", "UnsupportedError"]
+__all__ = ["CheckpointError", "CompilationError", "ExportError", "MismatchError", "ProviderError", "UnsupportedError"]
 
 
 class CheckpointError(ValueError):
@@ -18,7 +18,11 @@ class UnsupportedError(CompilationError):
 
 
 class MismatchError(CompilationError):
-    """The first run of a compiled graph gave other numbers than torch; nothing was applied."""
+    """The first run of a graph gave other numbers than torch; nothing was applied, and no file written."""
+
+
+class ExportError(RuntimeError):
+    """A module cannot be written as an ONNX file that does what the module does; there is no file."""
 
 
 class ProviderError(ValueError):

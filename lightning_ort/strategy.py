@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     import onnxruntime
 
+    from lightning_ort.export import ExportedModel
     from lightning_ort.steps import CompiledSteps
 
 __all__ = ["ORTStrategy"]
@@ -260,6 +262,18 @@ class ORTStrategy(SingleDeviceStrategy):
     def report(self) -> Report:
         """What ran where so far: per step function its graphs, recompilations, graph breaks, fallbacks, seconds."""
         return self._report
+
+    def export(self, path: str | os.PathLike[str], sample: Any = None, **options: Any) -> ExportedModel:
+        """Write the module for inference as an ONNX file, checked against the module.
+
+        Arguments, result and errors are those of :func:`~lightning_ort.export.export_trained`, without the Trainer.
+        """
+        # an import that the strategy itself has no use for
+        from lightning_ort.export import export_trained
+
+        if self.lightning_module is None:
+            raise ValueError("The strategy has no module yet. Export after fit, validate, test or predict.")
+        return export_trained(self.lightning_module.trainer, path, sample, **options)
 
     @classmethod
     @override

@@ -2,6 +2,18 @@
 
 from __future__ import annotations
 
-from lightning_ort.compiler.backend import ORTBackend, backend
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["ORTBackend", "backend"]
+if TYPE_CHECKING:
+    from lightning_ort.compiler.backend import ORTBackend
+
+__all__ = ["ORTBackend"]
+
+
+def __getattr__(name: str) -> Any:
+    # the backend needs ONNX Runtime, whose absence shall be explained and not break the import of this package
+    if name == "ORTBackend":
+        from lightning_ort.compiler.backend import ORTBackend
+
+        return ORTBackend
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

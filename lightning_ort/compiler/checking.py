@@ -15,7 +15,7 @@ from lightning_ort.compiler.conversions import ConversionsTo
 from lightning_ort.compiler.surroundings import Surroundings, without_autocast
 from lightning_ort.errors import MismatchError
 
-__all__ = ["ForkedRNG", "Results", "compare", "evaluate"]
+__all__ = ["ForkedRNG", "Results", "compare", "difference", "evaluate", "largest"]
 
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 # An entry may be off by the tolerance times the largest entry of its own tensor plus this share of the largest entry
@@ -163,14 +163,20 @@ def compare(
     for kind in ("outputs", "gradients", "updates"):
         ours, theirs = getattr(got, kind), getattr(wanted, kind)
         rounding, least = None, 0.0
-        scale = max((_largest(t) for t in theirs.values() if t.is_floating_point()), default=0.0)
+        scale = max((largest(t) for t in theirs.values() if t.is_floating_point()), default=0.0)
         for number, reference in theirs.items():
             name = names.get(kind, {}).get(number, f"{kind[:-1]} {number}")
             if number not in ours:
-                if _largest(reference) == 0:
+                if largest(reference) == 0:
                     continue
                 raise MismatchError(f"ONNX Runtime gives no {name}; torch does. {advice}")
-            problem = _difference(ours[number], reference, scale, coarsest, ties)
+            tolerance = max(_TOLERANCE.get(reference.dtype, 0.0), coarsest)
+            problem = difference(
+                ours[number],
+                reference,
+                allowed=tolerance * (largest(reference) + _GROUP_SHARE * scale),
+                wrong=max(1, int(ties * reference.numel())),
+            )
             if problem is None:
                 continue
             if exact is None:
@@ -187,7 +193,7 @@ def compare(
             raise MismatchError(f"{name} differs between ONNX Runtime and torch: {problem}. {advice}")
 
 
-def _largest(tensor: torch.Tensor) -> float:
+def largest(tensor: torch.Tensor) -> float:
     """Largest absolute value among the finite entries."""
     if not tensor.numel():
         return 0.0
@@ -210,18 +216,23 @@ def _length(tensor: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor.double()))
 
 
-def _difference(got: torch.Tensor, wanted: torch.Tensor, scale: float, coarsest: float, ties: float) -> str | None:
-    """How two tensors disagree, in words, or ``None``."""
+def difference(got: torch.Tensor, wanted: torch.Tensor, *, allowed: float, wrong: int = 0) -> str | None:
+    """How two tensors disagree, in words, or ``None``.
+
+    Args:
+        got: the one to check.
+        wanted: what it should be.
+        allowed: by how much an entry may be off, if they are floating-point numbers.
+        wrong: how many entries may be others, if they are not.
+    """
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
         return f"shape {tuple(got.shape)} {got.dtype} instead of {tuple(wanted.shape)} {wanted.dtype}"
     if not wanted.numel():
         return None
     if not wanted.is_floating_point():
-        wrong = int((got != wanted).sum())
-        return f"{wrong} of {wanted.numel()} entries" if wrong > max(1, ties * wanted.numel()) else None
-    largest = _largest(wanted)
-    tolerance = max(_TOLERANCE[wanted.dtype], coarsest)
-    allowed = tolerance * (largest + _GROUP_SHARE * scale) + torch.finfo(wanted.dtype).tiny
+        others = int((got != wanted).sum())
+        return f"{others} of {wanted.numel()} entries" if others > wrong else None
+    allowed += torch.finfo(wanted.dtype).tiny
     off = _largest_difference(got, wanted)
     if off <= allowed:
         return None
@@ -231,7 +242,7 @@ def _difference(got: torch.Tensor, wanted: torch.Tensor, scale: float, coarsest:
     if not torch.equal(got.isnan(), wanted.isnan()):
         return "infinite in one, not a number in the other"
     off = _largest_difference(got[finite], wanted[finite])
-    return f"largest difference {off:.3g}, largest entry {largest:.3g}" if off > allowed else None
+    return f"largest difference {off:.3g}, largest entry {largest(wanted):.3g}" if off > allowed else None
 
 
 def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:

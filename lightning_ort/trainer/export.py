@@ -17,9 +17,11 @@ import onnxruntime
 import torch
 from torch import Tensor
 
-from lightning_ort.compiler.dynamo import no_fast_path
+from lightning_ort.compiler.checking import difference, largest
 from lightning_ort.compiler.passes import optimize
 from lightning_ort.errors import MismatchError
+from lightning_ort.export.saving import replacing
+from lightning_ort.export.undisturbed import undisturbed
 from lightning_ort.trainer.description import Description
 from lightning_ort.trainer.options import ORTTrainerOptions
 from lightning_ort.trainer.step import CombinedModule
@@ -46,30 +48,23 @@ def export(
         for entry in [*description.inputs, *description.outputs]
     }
     buffer = io.BytesIO()
-    modes = [(m, m.training) for m in combined.modules()]
-    combined.eval()
-    try:
-        with (
-            warnings.catch_warnings(),
-            _contrib_operators(internal.enable_onnx_contrib_ops),
-            no_fast_path(),
-            torch.no_grad(),
-        ):
-            warnings.simplefilter("ignore")  # the exporter to these opsets is deprecated, and speaks of constants
-            torch.onnx.export(
-                combined,
-                tuple(inputs),
-                buffer,  # type: ignore[arg-type]  # a stream is taken by this exporter
-                dynamo=False,
-                opset_version=internal.onnx_opset_version,
-                input_names=names,
-                output_names=description.output_names(),
-                dynamic_axes={name: sizes for name, sizes in axes.items() if sizes},
-                do_constant_folding=False,
-            )
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    with (
+        warnings.catch_warnings(),
+        _contrib_operators(internal.enable_onnx_contrib_ops),
+        undisturbed(combined),
+    ):
+        warnings.simplefilter("ignore")  # the exporter to these opsets is deprecated, and speaks of constants
+        torch.onnx.export(
+            combined,
+            tuple(inputs),
+            buffer,  # type: ignore[arg-type]  # a stream is taken by this exporter
+            dynamo=False,
+            opset_version=internal.onnx_opset_version,
+            input_names=names,
+            output_names=description.output_names(),
+            dynamic_axes={name: sizes for name, sizes in axes.items() if sizes},
+            do_constant_folding=False,
+        )
     model = ir.from_proto(onnx.load_from_string(buffer.getvalue()))
     if internal.enable_internal_postprocess:
         model = optimize(model)
@@ -104,13 +99,8 @@ def inferred(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def save(model: onnx.ModelProto, path: str | os.PathLike[str]) -> None:
     """Write a file that is complete when it appears."""
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.tmp")
-    try:
+    with replacing(Path(path)) as temporary:
         onnx.save(model, temporary)
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def check_export(
@@ -125,9 +115,10 @@ def check_export(
     known = {i.name for i in session.get_inputs()}
     feed: dict[str, Any] = {name: x.detach().cpu().numpy() for name, x in inputs.items() if name in known}
     for name, got in zip(expected, session.run(list(expected), feed), strict=True):
-        wanted = expected[name].detach().cpu().numpy()
-        off = float(np.max(np.abs(got - wanted))) if wanted.size else 0.0
-        if not off <= tolerance * max(float(np.max(np.abs(wanted))) if wanted.size else 0.0, 1.0):
+        wanted = expected[name].detach().cpu()
+        problem = difference(torch.from_numpy(np.asarray(got)), wanted, allowed=tolerance * max(largest(wanted), 1.0))
+        if problem is not None:
             raise MismatchError(
-                f"check_model_export: output {name!r} of the exported ONNX model is off by {off:.3g} from the module's."
+                f"check_model_export: output {name!r} of the exported ONNX model is off by more than {tolerance:g} of "
+                f"the largest entry of the module's: {problem}."
             )

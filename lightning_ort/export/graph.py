@@ -1,0 +1,149 @@
+"""A module as an ONNX graph, by torch's exporter."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+
+import onnx_ir as ir
+import torch
+from torch import Tensor
+
+from lightning_ort.compiler.passes import optimize
+from lightning_ort.errors import ExportError
+from lightning_ort.export.leaves import InferenceModule
+from lightning_ort.export.sizes import Axes, resized, sizes_of
+
+__all__ = ["make_graph"]
+
+# what ONNX Runtime 1.19 reads
+_IR_VERSION = 10
+_ADVICE = 'For more information, run with TORCH_LOGS="+dynamic".'
+# they warn of a library that nobody asked for, and of what then becomes an error
+_CHATTY = ("torch.onnx._internal.exporter._registration", "torch.fx.experimental.symbolic_shapes", "onnx_ir")
+
+
+def make_graph(
+    module: InferenceModule,
+    names: Sequence[str],
+    outputs: Sequence[str],
+    tensors: Sequence[Tensor],
+    axes: Axes,
+    opset: int,
+) -> ir.Model:
+    """The graph of ``module``, in the mode and with the weights it has now.
+
+    Args:
+        module: function of ``tensors``.
+        names: of the inputs; those that no output depends on are left out.
+        outputs: names of the outputs.
+        tensors: a sample.
+        axes: sizes that stay open.
+        opset: version of the ONNX operators.
+
+    Raises:
+        ExportError: torch cannot trace the module, or has no ONNX form of an operator.
+    """
+    # torch.export takes a size of 1 for a constant
+    least = {name: max(size, 2) for name, size in sizes_of(axes, names, tensors).items()}
+    example = tuple(resized(axes, names, tensors, least))
+    dims = {name: torch.export.Dim(name) for name in least}
+    shapes = tuple({axis: dims[size] for axis, size in axes.get(name, {}).items()} for name in names)
+    what = type(module.module).__name__
+    with _quiet() as printed:
+        try:
+            program = torch.export.export(module, example, dynamic_shapes=(shapes,), strict=False)
+        except TypeError:  # of InferenceModule
+            raise
+        except Exception as error:
+            raise ExportError(
+                f"torch.export cannot trace {what} with the open sizes {dict(axes)}: {_reason(error)}"
+                f"{_users_line(printed.getvalue())} A size that cannot change must be left out of dynamic=; Python "
+                "that depends on the values of tensors cannot be exported."
+            ) from error
+        try:
+            exported = torch.onnx.export(
+                program, (), input_names=list(names), output_names=list(outputs), opset_version=opset, dynamo=True,
+                verbose=False,
+            )  # fmt: skip
+        except Exception as error:
+            raise ExportError(f"torch.onnx.export cannot write {what}: {_reason(error)}") from error
+    assert exported is not None
+    model = exported.model
+    _name_sizes(model, names, axes)
+    model = optimize(model)
+    _name_weights(model)
+    model.ir_version = min(model.ir_version or _IR_VERSION, _IR_VERSION)
+    return model
+
+
+def _reason(error: BaseException) -> str:
+    """What the innermost error says, without its advice, which is about other programs."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = str(error).partition("Suggested fixes")[0].replace(_ADVICE, "")
+    lines = [line.partition(" If you're using ")[0].strip() for line in text.splitlines() if line.strip()]
+    text = " ".join(lines[:3]) or type(error).__name__
+    return text if text.endswith(".") else f"{text}."
+
+
+def _users_line(printed: str) -> str:
+    """The last line of the module that torch names when it prints what it has traced so far."""
+    found = re.findall(r"# File: (.+?), code: (.+)", printed)
+    return " At {}: {}.".format(*found[-1]) if found else ""
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[io.StringIO]:
+    """Keep torch's warnings and prints away; what it prints to the error stream is in the result."""
+    loggers = [logging.getLogger(name) for name in _CHATTY]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()) as printed:
+            warnings.simplefilter("ignore")  # about torch's own use of what it has deprecated
+            yield printed
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _name_sizes(model: ir.Model, names: Sequence[str], axes: Axes) -> None:
+    """Call open sizes by the user's names instead of torch's, such as ``s77``."""
+    inputs = {value.name: value for value in model.graph.inputs}
+    known: dict[str, str] = {}
+    for name in names:
+        for axis, size in axes.get(name, {}).items():
+            shape = inputs[name].shape
+            if shape is not None and isinstance(shape[axis], ir.SymbolicDim):
+                known[str(shape[axis].value)] = size  # type: ignore[union-attr]
+    if not known:
+        return
+    pattern = re.compile(r"\b(" + "|".join(map(re.escape, known)) + r")\b")
+    values = [*model.graph.inputs, *(v for node in model.graph.all_nodes() for v in node.outputs)]
+    for value in values:
+        if value.shape is None:
+            continue
+        value.shape = ir.Shape(
+            [
+                ir.SymbolicDim(pattern.sub(lambda m: known[m.group()], d.value))
+                if isinstance(d, ir.SymbolicDim) and d.value
+                else d
+                for d in value.shape
+            ]
+        )
+
+
+def _name_weights(model: ir.Model) -> None:
+    """Call weights as the module does, where nothing else has that name."""
+    graph = model.graph
+    taken = {v.name for v in graph.inputs} | {v.name for node in graph.all_nodes() for v in node.outputs}
+    for name, value in list(graph.initializers.items()):
+        short = name.removeprefix("module.")
+        if short != name and short not in taken and short not in graph.initializers:
+            value.name = short

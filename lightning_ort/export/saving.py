@@ -1,0 +1,102 @@
+"""Files that are complete when they appear under their name."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import onnx_ir as ir
+
+__all__ = ["check_target", "replacing", "save"]
+
+T = TypeVar("T")
+
+# protobuf allows for 2 GiB; the graph itself needs a little
+LARGEST_FILE = 2**31 - 2**25
+
+
+def check_target(path: str | os.PathLike[str]) -> Path:
+    """``path``, if a file can be written there.
+
+    Raises:
+        FileNotFoundError: its folder does not exist.
+        IsADirectoryError: it is a folder itself.
+    """
+    target = Path(path)
+    if target.is_dir():
+        raise IsADirectoryError(f"path={os.fspath(path)!r} is a folder. Name a file, such as 'model.onnx'.")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"path={os.fspath(path)!r}: the folder {str(target.parent)!r} does not exist.")
+    return target
+
+
+@contextlib.contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """A temporary name to write to; what is there at the end gets the name ``target``, unless an error came."""
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        yield temporary
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def save(model: ir.Model, target: Path, external_data: bool | None, check: Callable[[Path], T]) -> T:
+    """Write ``model`` and ``check`` the file before it gets its name; what ``check`` returns.
+
+    Args:
+        model: what to write.
+        target: where; a file of that name is replaced, together with its external data if this function wrote them.
+        external_data: put weights into a second file, ``<stem>.<number>.data``; ``None`` does where one would exceed
+            2 GB. The number is another each time, so that the old file stays whole until the new one is complete.
+        check: called with the path of the written file.
+
+    Raises:
+        ValueError: one file is asked for, and the weights are too large for it.
+    """
+    size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
+    if external_data is False and size > LARGEST_FILE:
+        raise ValueError(
+            f"external_data=False, but the weights are {size / 2**30:.1f} GiB and a file without external data holds "
+            "less than 2 GiB. Leave it out."
+        )
+    outdated = _data_file(target)
+    if not (external_data or size > LARGEST_FILE):
+        with replacing(target) as temporary:
+            ir.save(model, temporary)
+            result = check(temporary)
+    else:
+        data = target.with_name(f"{target.stem}.{secrets.token_hex(4)}.data")
+        try:
+            with replacing(target) as temporary:
+                ir.save(model, temporary, external_data=data.name, size_threshold_bytes=0)
+                with open(data, "rb") as file:
+                    os.fsync(file.fileno())
+                result = check(temporary)
+        except BaseException:
+            data.unlink(missing_ok=True)
+            raise
+    if outdated is not None:
+        outdated.unlink(missing_ok=True)
+    return result
+
+
+def _data_file(target: Path) -> Path | None:
+    """The external data that :func:`save` wrote for the model that has the name ``target`` now."""
+    name = re.escape(target.stem) + r"\.[0-9a-f]{8}\.data"
+    try:
+        values = ir.load(target).graph.initializers.values()
+    except Exception:  # no file, or another content
+        return None
+    for value in values:
+        tensor = value.const_value
+        if isinstance(tensor, ir.ExternalTensor) and re.fullmatch(name, str(tensor.location)):
+            return target.with_name(str(tensor.location))
+    return None
