@@ -138,10 +138,12 @@ class Recording:
             sections["lr_scheduler"] = kind(**values)
         return sections
 
-    def train(self, steps: int | None = None) -> tuple[ORTTrainer, list[float], list[float], list[Tensor]]:
+    def train(
+        self, steps: int | None = None, **sections: Any
+    ) -> tuple[ORTTrainer, list[float], list[float], list[Tensor]]:
         """Trainer, losses, learning rates and the outputs of the last step."""
         name = self.settings["model"]
-        found = trainer(self.config(), name, **self.options())
+        found = trainer(self.config(), name, **self.options(), **sections)
         schedule = found.options.lr_scheduler
         losses, rates, results = [], [], []
         for x, label in batches(name, self.settings["steps"])[:steps]:

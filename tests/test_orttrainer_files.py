@@ -110,7 +110,7 @@ PATHS = ["model_after_graph_transforms", "model_with_gradient_graph", "model_wit
 @pytest.mark.parametrize("config", [ADAM(lr=0.01, lambda_coef=0.1), LAMB(lr=0.01)], ids=lambda c: c.name)
 def test_graphs_of_the_first_step(tmp_path, config):
     paths = {f"{name}_path": str(tmp_path / f"{name}.onnx") for name in PATHS}
-    found = trainer(config, debug={"graph_save_paths": paths})
+    found = trainer(config, debug={"graph_save_paths": paths}, placement="onnxruntime")
     before = {k: v.clone() for k, v in found.state_dict(True).items()}
     found.train_step(X, LABEL)
     assert sorted(p.stem for p in tmp_path.iterdir()) == sorted(PATHS)

@@ -7,13 +7,21 @@ import pytest
 import torch
 from orttrainer_models import RECORDINGS, Recording, batches
 
+from lightning_ort.updates import Adam, FusedAdam
+
 EVALUATED = ["mlp_adam_default", "enc_adam_default"]
+# Adam on the CPU is torch's fused kernel unless all is to be in ONNX Runtime
+IN_ONNXRUNTIME = ["mlp_adam_groups", "mlp_adam_mode1_wd", "FORMULA_mlp_adam_acc4", "FORMULA_mlp_adam_clip_0.1"]
 
 
-@pytest.mark.parametrize("name", RECORDINGS)
-def test_training_equals_the_recording(name):
+@pytest.mark.parametrize(
+    ("name", "placement"), [(n, "fastest") for n in RECORDINGS] + [(n, "onnxruntime") for n in IN_ONNXRUNTIME]
+)
+def test_training_equals_the_recording(name, placement):
     recording = Recording(name)
-    trainer, losses, rates, results = recording.train()
+    trainer, losses, rates, results = recording.train(placement=placement)
+    fused = isinstance(trainer._optimizer._update, FusedAdam)
+    assert fused == (placement == "fastest" and trainer._optimizer.rule in (Adam("before"), Adam("none")))
     arrays = recording.arrays
     np.testing.assert_allclose(losses, arrays["losses"], rtol=0, atol=2e-6)
     np.testing.assert_array_equal(np.float64(rates), arrays["lrs"])

@@ -61,7 +61,8 @@ class Executable:
         position = {n: i for i, n in enumerate(results)}
         try:
             sizes = Sizes(inputs)
-            self._kept = kept_buffers(others, device)
+            # who watches the sessions tells results by their addresses
+            self._kept = {} if config.on_session is not None else kept_buffers(others, device)
             self._allocate = allocator([n for i, n in enumerate(others) if i not in self._kept], sizes, device)
             self._allocate_gradients = pooled_allocator(own, device) or allocator(own, sizes, device)
             numbers = [o.meta["val"] if isinstance(o, fx.Node) and is_number(o) else o for o in traced.outputs]

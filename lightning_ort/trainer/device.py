@@ -73,7 +73,7 @@ def runtime_config(options: ORTTrainerOptions, device: torch.device) -> RuntimeC
             "only. Leave it out on the CPU."
         )
     check_available(list(providers), providers)
-    return RuntimeConfig(list(providers), providers, _session_options(options))
+    return RuntimeConfig(list(providers), providers, _session_options(options), options.placement)
 
 
 def _session_options(options: ORTTrainerOptions) -> Any:

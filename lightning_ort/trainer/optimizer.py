@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_ort.optim.config import AdamConfig, LambConfig, SGDConfig, _OptimizerConfig
 from lightning_ort.runtime.session import RuntimeConfig
-from lightning_ort.updates import SGD, Adam, Lamb, Rule, Update
+from lightning_ort.updates import SGD, Adam, FusedAdam, Lamb, Rule, Update
 
 __all__ = ["Optimizer"]
 
@@ -65,7 +65,7 @@ class Optimizer:
             for name, p in params.items()
         }
         self.counts = dict.fromkeys(params, 1)
-        self._update: Update | None = None
+        self._update: Update | FusedAdam | None = None
         self._updated: list[str] = []
         self._groups: list[str] = []
 
@@ -122,13 +122,14 @@ class Optimizer:
         return finite
 
     def _plan(self, params: Mapping[str, nn.Parameter]) -> None:
-        """Make the update graph."""
+        """Make the update."""
         groups = self.groups_of(params)
         self._groups = [list(params)[groups.index(g)] for g in range(max(groups) + 1)]
-        states = [self.moments[name] for name in params]
-        self._update = Update(
-            self.rule, list(params.values()), states, groups, self._runtime, clip=self.clip, guard=self.guard
-        )
+        weights, states = list(params.values()), [self.moments[name] for name in params]
+        if FusedAdam.can_do(self.rule, weights, self._runtime):
+            self._update = FusedAdam(weights, states, groups, clip=self.clip, guard=self.guard)
+        else:
+            self._update = Update(self.rule, weights, states, groups, self._runtime, clip=self.clip, guard=self.guard)
         self._updated = list(params)
 
     def groups_of(self, names: Iterable[str]) -> list[int]:
@@ -147,7 +148,8 @@ class Optimizer:
             limits = {"ratio_min": hyper["ratio_min"], "ratio_max": hyper["ratio_max"]}
             return Lamb.numbers(*common, bias_correction=corrected, **limits)
         before = hyper["weight_decay_mode"] is AdamConfig.DecayMode.BEFORE_WEIGHT_UPDATE
-        return Adam.numbers(*common, bias_correction=corrected, scaled_epsilon=before)
+        numbers = FusedAdam.numbers if isinstance(self._update, FusedAdam) else Adam.numbers
+        return numbers(*common, bias_correction=corrected, scaled_epsilon=before)
 
     def state(self) -> dict[str, Any]:
         """Copies of the states, as they stand in checkpoints."""

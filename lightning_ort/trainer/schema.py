@@ -132,4 +132,5 @@ SCHEMA: dict[str, Any] = {
     "provider_options": {"type": "dict", "required": False, "default_setter": lambda _: {}, "schema": {},
                          "allow_unknown": True},
     "session_options": {"type": "session_options", "nullable": True, "default": None},
+    "placement": {"type": "string", "allowed": ["fastest", "onnxruntime"], "default": "fastest"},
 }  # fmt: skip
