@@ -51,7 +51,8 @@ def train(module: Module, optimizer: Optimizer, data: list[tuple[Any, ...]]) -> 
     losses = []
     module.train()
     for batch in data:
-        losses.append(float(module(*[x.numpy() for x in batch])))
+        outputs = module(*[x.numpy() for x in batch])
+        losses.append(float(outputs[0] if isinstance(outputs, tuple) else outputs))
         optimizer.step()
         module.lazy_reset_grad()
     return losses

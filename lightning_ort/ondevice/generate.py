@@ -15,10 +15,12 @@ from torch import nn
 from lightning_ort.ondevice.flavour import Artifacts, flavour_named
 from lightning_ort.ondevice.generation.checking import check_artifacts
 from lightning_ort.ondevice.generation.forward import ModuleForward
+from lightning_ort.ondevice.generation.objectives import LossOf
 from lightning_ort.ondevice.generation.sources import Source, onnx_source, torch_source
-from lightning_ort.ondevice.generation.step_graphs import evaluation_graph, training_graph
+from lightning_ort.ondevice.generation.step_graphs import evaluation_graph, part_of, training_graph
 from lightning_ort.ondevice.optimizers import KINDS, OptimizerConfig
 from lightning_ort.ondevice.state import TrainingState
+from lightning_ort.ondevice.step_graph import StepGraph
 
 __all__ = ["generate_artifacts"]
 
@@ -117,7 +119,7 @@ def _trained(
     def choose(forward: ModuleForward) -> list[str]:
         known = list(forward.parameters)
         for argument, names in (("requires_grad", requires_grad), ("frozen_params", frozen)):
-            unknown = [n for n in names or () if n not in known]
+            unknown = [n for n in names or () if n not in known and n not in forward.buffers]
             if unknown:
                 listed = ", ".join(map(repr, unknown))
                 raise ValueError(f"{argument}: the model has no parameter {listed}. It has: {', '.join(known)}.")
@@ -133,17 +135,33 @@ def _trained(
     return choose
 
 
+def _evaluations(
+    source: Source, forward: ModuleForward, wanted: Sequence[str], changing: Sequence[str]
+) -> tuple[StepGraph, StepGraph | None]:
+    """The graphs of evaluation and inference; one trace serves both where the loss is computed from the results."""
+    if source.inference is None:
+        return evaluation_graph(forward, changing), None
+    if not isinstance(source.objective, LossOf):
+        inference = ModuleForward(source.inference, source.inference_infos, source.example)
+        return evaluation_graph(forward, changing), evaluation_graph(inference, changing)
+    additional, source.objective.additional = source.objective.additional, None
+    try:
+        everything = evaluation_graph(forward, changing)
+    finally:
+        source.objective.additional = additional
+    first, *results = everything.outputs
+    assert first == wanted[0]
+    return part_of(everything, wanted, source.infos), part_of(everything, results, source.inference_infos)
+
+
 def _artifacts(
     source: Source, choose: Callable[[ModuleForward], list[str]], config: OptimizerConfig | None
 ) -> tuple[Artifacts, bool]:
     """What is to be written, and whether the training step draws random numbers."""
-    forward = ModuleForward(source.objective, source.infos)
+    forward = ModuleForward(source.objective, source.infos, source.example)
     trained = choose(forward)
     train, changing, random = training_graph(forward, trained)
-    evaluation = evaluation_graph(forward, changing)
-    inference = None
-    if source.inference is not None:
-        inference = evaluation_graph(ModuleForward(source.inference, source.inference_infos), changing)
+    evaluation, inference = _evaluations(source, forward, train.outputs, changing)
     state = TrainingState(
         {n: p.detach().cpu().clone() for n, p in forward.parameters.items()},
         tuple(trained),

@@ -51,6 +51,7 @@ def trace_joint(
     *,
     statistics: bool = False,
     what: str = "ONNX graph",
+    hints: Sequence[Sequence[int]] = HINTS,
 ) -> Joint:
     """Trace ``module`` and the gradients of its outputs by the initializers and inputs ``wanted``.
 
@@ -60,6 +61,7 @@ def trace_joint(
         incoming: those of them whose own gradient is an input; that of the others is 1.
         statistics: give out new running statistics.
         what: what errors call ``module``.
+        hints: sizes to trace with, see :data:`~lightning_ort.onnx_gradients.inputs.HINTS`.
 
     Raises:
         ValueError: ``wanted`` names a tensor of whole numbers.
@@ -67,8 +69,8 @@ def trace_joint(
     """
     found: list[Joint] = []
     reason: Exception | None = None
-    for hints in HINTS:
-        fakes = Fakes(infos, hints)
+    for sizes in hints:
+        fakes = Fakes(infos, sizes)
         try:
             found.append(_trace(module, fakes, differentiated, incoming, wanted, statistics))
         except (Untraceable, UnsupportedError) as error:

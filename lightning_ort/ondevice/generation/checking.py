@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -27,6 +28,7 @@ def check_artifacts(artifacts: Artifacts, source: Source, example: Mapping[str, 
 
     Raises:
         MismatchError: names what differs.
+        ValueError: the loss is not finite.
     """
     forward = ModuleForward(source.objective, source.infos)
     if not random:
@@ -58,7 +60,14 @@ def _check(graph: StepGraph, artifacts: Artifacts, forward: ModuleForward, examp
         updates = {numbers[n]: values[2][n] for n in graph.updates}
         return Results(dict(enumerate(values[0])), {numbers[n]: g for n, g in values[1].items()}, updates)
 
-    compare(got, reference(None), names, lambda: reference(torch.float64), advice=_ADVICE)
+    wanted = reference(None)
+    loss = float(wanted.outputs[0])
+    if not math.isfinite(loss):
+        raise ValueError(
+            f"In torch the loss of the example is {loss}. A loss must not depend on a metric (what metrics compute has "
+            "no gradient and is left out); else give another example."
+        )
+    compare(got, wanted, names, lambda: reference(torch.float64), advice=_ADVICE)
 
 
 def _torch(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from lightning_ort.ondevice.generation.inputs import hints_of
 from lightning_ort.ondevice.generation.objectives import Objective
 from lightning_ort.onnx_gradients.inputs import InputInfo
 from lightning_ort.onnx_gradients.region import Region, weighted_sum
@@ -22,18 +23,23 @@ class ModuleForward:
     Args:
         objective: what is computed.
         infos: its inputs.
+        example: of the inputs; it is traced with those sizes before others.
 
     Attributes:
         parameters: name to parameter.
         buffers: name to buffer.
+        hints: sizes to trace with.
         requiring_grad: names of the parameters that require a gradient.
 
     Raises:
         ValueError: an input is called like a parameter.
     """
 
-    def __init__(self, objective: Objective, infos: Sequence[InputInfo]) -> None:
+    def __init__(
+        self, objective: Objective, infos: Sequence[InputInfo], example: Mapping[str, Tensor] | None = None
+    ) -> None:
         self.objective, self.infos = objective, list(infos)
+        self.hints = hints_of(infos, example)
         self.input_names = [i.name for i in infos]
         self.output_names: list[str] = []
         self.parameters: dict[str, Tensor] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_ort.onnx_gradients.inputs import InputInfo
+from lightning_ort.onnx_gradients.inputs import HINTS, InputInfo
 
-__all__ = ["BATCH", "Example", "arguments_of", "example_of", "infos_of"]
+__all__ = ["BATCH", "Example", "arguments_of", "example_of", "hints_of", "infos_of"]
 
 BATCH = "batch"
 """what the first size of all inputs is called unless the user says otherwise"""
@@ -89,4 +89,30 @@ def infos_of(tensors: Mapping[str, Tensor], axes: Axes | None) -> list[InputInfo
                 raise ValueError(f"dynamic_axes: {name!r} has {len(shape)} dimensions, but not number {dimension}.")
             shape[dimension] = str(size)
         found.append(InputInfo(name, tensor.dtype, tuple(shape)))
+    return found
+
+
+def hints_of(infos: Sequence[InputInfo], example: Mapping[str, Tensor] | None) -> list[list[int]]:
+    """Sizes with which varying ones are traced: those of the example, half of them, and the usual ones.
+
+    A module may not work with sizes that are larger than the example's (positions that it has embeddings for).
+    """
+    found = [list(h) for h in HINTS]
+    sizes: dict[str, int] = {}
+    for info in infos:
+        if example is None:
+            return found
+        sizes |= {s: n for s, n in zip(info.shape, example[info.name].shape, strict=True) if isinstance(s, str)}
+    halves = [n // 2 if n >= 6 else 2 * n for n in sizes.values()]
+    return [_distinct(sizes.values()), _distinct(halves), *found]
+
+
+def _distinct(sizes: Iterable[int]) -> list[int]:
+    """Sizes that are equal would be taken for one, and 0 and 1 for what they are."""
+    found: list[int] = []
+    for size in sizes:
+        size = max(size, 3)
+        while size in found:
+            size += 1
+        found.append(size)
     return found

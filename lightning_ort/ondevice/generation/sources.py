@@ -18,6 +18,7 @@ from lightning_ort.ondevice.generation.objectives import Inference, LossOf, Obje
 from lightning_ort.onnx_gradients.inputs import InputInfo, input_infos
 from lightning_ort.onnx_reader import to_torch
 from lightning_ort.onnx_reader.load import load
+from lightning_ort.onnx_reader.parameters import state_initializers
 
 __all__ = ["Source", "onnx_source", "torch_source"]
 
@@ -119,6 +120,9 @@ def onnx_source(
         ValueError: it has no output that the loss could be computed from.
     """
     proto = load(model)
+    if parameters is not None:
+        state = state_initializers(proto)  # the training wheel wants running statistics listed
+        parameters = [n for n in parameters if n not in state]
     module = to_torch(proto, parameters)
     infos = input_infos(proto)
     inference = Inference(module, [None] * len(infos), module.output_names)

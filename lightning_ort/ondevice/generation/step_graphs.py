@@ -8,6 +8,7 @@ from typing import Any
 import onnx
 import torch
 from onnx import helper
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from lightning_ort.compiler.dynamo import no_fast_path
 from lightning_ort.compiler.passes import standardize
@@ -18,7 +19,7 @@ from lightning_ort.onnx_gradients.joint import GRAD, NEW, Joint, trace_joint
 from lightning_ort.onnx_gradients.writing import written
 from lightning_ort.runtime.dtypes import ONNX
 
-__all__ = ["evaluation_graph", "training_graph"]
+__all__ = ["evaluation_graph", "part_of", "training_graph"]
 
 
 def training_graph(forward: ModuleForward, trained: Sequence[str]) -> tuple[StepGraph, list[str], bool]:
@@ -33,7 +34,9 @@ def training_graph(forward: ModuleForward, trained: Sequence[str]) -> tuple[Step
     forward.objective.train()
     loss: list[str] = []
     with no_fast_path():
-        joint = trace_joint(forward, forward.infos, loss, [], trained, statistics=True, what=_what(forward))
+        joint = trace_joint(
+            forward, forward.infos, loss, [], trained, statistics=True, what=_what(forward), hints=forward.hints
+        )
     changed = [n for n in forward.buffers if f"{n}{NEW}" in joint.results]
     graph = _graph(forward, joint, [*forward.parameters, *changed], trained, changed)
     return graph, changed, bool(joint.traced.draws)
@@ -47,8 +50,25 @@ def evaluation_graph(forward: ModuleForward, changing: Sequence[str]) -> StepGra
     """
     forward.objective.eval()
     with no_fast_path():
-        joint = trace_joint(forward, forward.infos, [], [], [], what=_what(forward))
+        joint = trace_joint(forward, forward.infos, [], [], [], what=_what(forward), hints=forward.hints)
     return _graph(forward, joint, [*forward.parameters, *changing], [], [])
+
+
+def part_of(graph: StepGraph, outputs: Sequence[str], inputs: Sequence[InputInfo]) -> StepGraph:
+    """What of an evaluation computes ``outputs`` from ``inputs``."""
+    model = graph.model.clone()
+    kept = {str(v.name): v for v in model.graph.outputs}
+    model.graph.outputs.clear()
+    model.graph.outputs.extend(kept[n] for n in outputs)
+    RemoveUnusedNodesPass()(model)
+    fed = {i.name for i in inputs}
+    for value in list(model.graph.inputs):
+        if value.name not in fed and not value.uses() and not value.is_graph_output():
+            model.graph.inputs.remove(value)
+    left = {str(v.name) for v in model.graph.inputs}
+    return StepGraph(
+        model, tuple(inputs), tuple(outputs), {n: source for n, source in graph.tensors.items() if n in left}
+    )
 
 
 def _what(forward: ModuleForward) -> str:

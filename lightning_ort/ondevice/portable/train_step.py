@@ -9,7 +9,6 @@ import onnx
 import onnx_ir as ir
 import torch
 from onnx import helper, numpy_helper
-from onnx_ir.passes.common import IdentityEliminationPass
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -92,8 +91,7 @@ def _with_update(proto: onnx.ModelProto, state: TrainingState, config: Optimizer
     shapes = [t.shape for t in tensors]
     append_update(graph, update, shapes, sources, lambda slot: f"{NEW}{_name(slot, names, config.states)}")
     graph.output.append(_value(f"{NEW}{STEP}", torch.int64, ()))
-    model = IdentityEliminationPass()(ir.from_proto(proto)).model
-    return standardize(model)
+    return standardize(ir.from_proto(proto))
 
 
 def _name(slot: Slot, names: Sequence[str], states: Sequence[str]) -> str:
