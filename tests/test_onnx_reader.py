@@ -210,3 +210,62 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
         to_torch(b"")
     with pytest.raises(TypeError, match=r"model is a Linear; expected onnx.ModelProto, bytes or a path"):
         to_torch(nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+LOOP = """g (float[3,2] x) => (float[3,2] last, float[K,3,2] all, float[6,2] joined) {
+    n = Constant<value = int64 {N}>() go = Constant<value = bool {1}>() two = Constant<value = float {2.0}>()
+    empty = SequenceEmpty()
+    last, sequence, all = Loop(n, go, x, empty) <
+        body = b (int64 i, bool c, float[3,2] h, seq(float[3,2]) s)
+            => (bool c_out, float[3,2] h_out, seq(float[3,2]) s_out, float[3,2] scan) {
+            c_out = Identity(CONDITION) k = Cast<to=1>(i) f = Add(k, two) h_out = Mul(h, f)
+            s_out = SequenceInsert(s, h) scan = Tanh(h_out)
+        }
+    >
+    joined = ConcatFromSequence<axis=0>(sequence)
+}"""
+
+
+def test_a_loop_of_constant_length_is_written_out() -> None:
+    model = parse(LOOP.replace("N}", "2}").replace("CONDITION", "c"))
+    x = torch.from_numpy(floats(3, 2)).requires_grad_()
+    results = to_torch(model)(x)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), OPTIONS, providers=["CPUExecutionProvider"])
+    for got, expected in zip(results, session.run(None, {"x": x.detach().numpy()}), strict=True):
+        torch.testing.assert_close(got.detach(), torch.from_numpy(expected))
+    results[0].sum().backward()
+    torch.testing.assert_close(x.grad, torch.full((3, 2), 6.0))
+
+
+def test_what_keeps_a_loop_from_being_written_out_is_named() -> None:
+    going = parse(LOOP.replace("N}", "1001}").replace("CONDITION", "c"))
+    with pytest.raises(UnsupportedError, match=r"Loop \(node 'last'\): it runs more than 1000 times"):
+        to_torch(going)
+    two = LOOP.replace("N}", "2}")
+    computed = {
+        "condition": two.replace("CONDITION", "d").replace("float[3,2] x)", "float[3,2] x, bool d)"),
+        "number of iterations": two.replace("CONDITION", "c").replace("Loop(n", "Loop(m").replace(
+            "float[3,2] x)", "float[3,2] x, int64 m)"
+        ),
+    }  # fmt: skip
+    for what, text in computed.items():
+        with pytest.raises(
+            UnsupportedError, match=rf"Loop \(node 'last'\): its {what} is computed when the graph runs"
+        ):
+            to_torch(parse(text))
+    never = parse(LOOP.replace("N}", "0}").replace("CONDITION", "c"))
+    with pytest.raises(UnsupportedError, match="it never runs"):
+        to_torch(never)
+
+
+def test_an_exported_embedding_bag() -> None:
+    torch.manual_seed(0)
+    bag, rows = nn.EmbeddingBag(10, 4).eval(), torch.randint(0, 10, (3, 5))
+    program = torch.onnx.export(bag, (rows,), dynamo=True, verbose=False)
+    assert program is not None
+    reader = to_torch(program.model_proto)
+    (got,), expected = reader(rows), bag(rows)
+    torch.testing.assert_close(got, expected)
+    got.square().sum().backward(), expected.square().sum().backward()
+    (weight,) = reader.parameters()
+    torch.testing.assert_close(weight.grad, bag.weight.grad)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from lightning_ort.onnx_reader import to_torch
+from lightning_ort.onnx_reader.control_flow import CONTROL_FLOW
 from lightning_ort.onnx_reader.load import STRUCTURE
 from lightning_ort.onnx_reader.registry import OPERATORS
 
@@ -302,6 +303,11 @@ CASES: dict[str, Case] = {
     ),
     "ConcatFromSequence": Case("s = SequenceConstruct(a, b) y = ConcatFromSequence<axis=0, new_axis=1>(s)",
                                {"a": (2, 2), "b": (2, 2)}),
+    "SequenceInsert": Case(
+        "e = SequenceEmpty() s = SequenceInsert(e, a) i = Constant<value = int64 {0}>() t = SequenceInsert(s, b, i) "
+        "u = SequenceInsert(t, a) v = SequenceErase(u, i) w = SequenceInsert(v, b) y = ConcatFromSequence<axis=0>(w)",
+        {"a": (1, 2), "b": (2, 2)},
+    ),
     # recurrent layers
     **{
         f"{n} {d}": Case(
@@ -363,13 +369,13 @@ def test_every_operator_of_the_table_has_a_case() -> None:
     seen = {(n.domain, n.op_type) for case in CASES.values() for n in case.model().graph.node}
     missing = set(OPERATORS) - seen - {("", name) for name in RANDOM}
     assert not missing
-    assert ("", "Identity") in seen and STRUCTURE - {"If"} <= {name for _, name in seen}
+    assert ("", "Identity") in seen and STRUCTURE - set(CONTROL_FLOW) <= {name for _, name in seen}
 
 
 def test_the_page_lists_the_table() -> None:
     page = (Path(__file__).parent.parent / "docs" / "onnx-reader.md").read_text()
     listed = set(re.findall(r"`(\w+)`", page[page.index("## Operators") :]))
-    assert listed - {"Constant", "Identity", "If", "com"} == {name for _, name in OPERATORS}
+    assert listed - {"Constant", "Identity", "com", *CONTROL_FLOW} == {name for _, name in OPERATORS}
 
 
 @pytest.mark.parametrize(

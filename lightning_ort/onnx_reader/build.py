@@ -14,9 +14,10 @@ from torch import fx, nn
 
 from lightning_ort.errors import UnsupportedError
 from lightning_ort.onnx_reader import numbers
+from lightning_ort.onnx_reader.control_flow import CONTROL_FLOW
 from lightning_ort.onnx_reader.number_rules import dtype_of, number_type
 from lightning_ort.onnx_reader.registry import OPERATORS, Operator
-from lightning_ort.onnx_reader.values import Computed, Constant, Number, Value, attributes_of, tensor_from
+from lightning_ort.onnx_reader.values import Computed, Constant, Number, Value, attributes_of, label_of, tensor_from
 
 __all__ = ["Reader", "identifier"]
 
@@ -37,14 +38,16 @@ class Reader:
 
     Attributes:
         graph: the fx graph: placeholders are the graph inputs that are no initializers, the result a tuple.
+        values: name to what it stands for.
+        tensors: names that stand for no tensor, as the tensors made from them.
     """
 
     def __init__(self, model: onnx.ModelProto, root: nn.Module, paths: dict[str, str]) -> None:
         self._root, self._paths = root, paths
         self._opsets = {("" if i.domain == "ai.onnx" else i.domain): i.version for i in model.opset_import}
         self.graph = fx.Graph(root)
-        self._values: dict[str, Value] = {}
-        self._tensors: dict[str, fx.Node] = {}
+        self.values: dict[str, Value] = {}
+        self.tensors: dict[str, fx.Node] = {}
         self._anchor: fx.Node | None = None
         self._constants = 0
         initializers = {i.name: i for i in model.graph.initializer}
@@ -52,58 +55,45 @@ class Reader:
             if info.name not in initializers:
                 placeholder = self.graph.placeholder(identifier(info.name))
                 self._anchor = self._anchor or placeholder
-                self._values[info.name] = Computed(placeholder)
+                self.values[info.name] = Computed(placeholder)
         for name, proto in initializers.items():
             if name in paths:
-                self._values[name] = Computed(self.graph.get_attr(paths[name]))
+                self.values[name] = Computed(self.graph.get_attr(paths[name]))
             else:
-                self._values[name] = Constant(tensor_from(proto), name)
+                self.values[name] = Constant(tensor_from(proto), name)
         if model.graph.sparse_initializer:
             raise UnsupportedError("Sparse initializers cannot be read as torch tensors; store them dense.")
-        self._read(model.graph)
-        results = [self._tensor(self._values[o.name], o.name) for o in model.graph.output]
+        self.read(model.graph)
+        results = [self.tensor(self.values[o.name], o.name) for o in model.graph.output]
         self.graph.output(tuple(results))
 
-    def _read(self, graph: onnx.GraphProto) -> None:
+    def read(self, graph: onnx.GraphProto) -> None:
+        """Read all nodes of the graph, or of a subgraph."""
         for node in graph.node:
             try:
                 if node.op_type == "Constant" and not node.domain:
-                    self._values[node.output[0]] = Constant(_constant(node))
+                    self.values[node.output[0]] = Constant(_constant(node))
                 elif node.op_type == "Identity" and not node.domain:
-                    self._values[node.output[0]] = self._values[node.input[0]]
-                elif node.op_type == "If" and not node.domain:
-                    self._branch(node)
+                    self.values[node.output[0]] = self.values[node.input[0]]
+                elif node.op_type in CONTROL_FLOW and not node.domain:
+                    CONTROL_FLOW[node.op_type](self, node)
                 else:
                     self._node(node)
             except UnsupportedError:
                 raise
             except Exception as error:
-                raise UnsupportedError(f"{_label(node)} cannot be read: {error}") from error
-
-    def _branch(self, node: onnx.NodeProto) -> None:
-        condition = self._values[node.input[0]]
-        if not isinstance(condition, Constant):
-            raise UnsupportedError(
-                f"{_label(node)}: its condition is computed when the graph runs; only a constant condition can be read."
-            )
-        name = "then_branch" if condition.tensor.item() else "else_branch"
-        branch: onnx.GraphProto = attributes_of(node)[name]
-        for proto in branch.initializer:
-            self._values[proto.name] = Constant(tensor_from(proto))
-        self._read(branch)
-        for outer, inner in zip(node.output, branch.output, strict=True):
-            self._values[outer] = self._values[inner.name]
+                raise UnsupportedError(f"{label_of(node)} cannot be read: {error}") from error
 
     def _node(self, node: onnx.NodeProto) -> None:
         domain = "" if node.domain == "ai.onnx" else node.domain
         row = OPERATORS[domain, node.op_type]
-        inputs = [self._values[name] if name else None for name in node.input]
+        inputs = [self.values[name] if name else None for name in node.input]
         attributes = attributes_of(node)
         unknown = set(attributes) - row.attributes
         if unknown:
-            raise UnsupportedError(f"{_label(node)}: attribute {', '.join(sorted(unknown))} cannot be read.")
+            raise UnsupportedError(f"{label_of(node)}: attribute {', '.join(sorted(unknown))} cannot be read.")
         if not row.variadic and len(inputs) > len(row.inputs):
-            raise UnsupportedError(f"{_label(node)}: {len(inputs)} inputs, at most {len(row.inputs)} are known.")
+            raise UnsupportedError(f"{label_of(node)}: {len(inputs)} inputs, at most {len(row.inputs)} are known.")
         if "opset" in row.extras:
             attributes["opset"] = self._opsets[domain]
         outputs = len(node.output)
@@ -115,7 +105,7 @@ class Reader:
             attributes["input_dtype"] = dtype_of(inputs[0])
         number = number_type(node.op_type, inputs, attributes) if not domain else None
         if number is not None:
-            self._values[node.output[0]] = self._as_number(node, inputs, attributes, *number)
+            self.values[node.output[0]] = self._as_number(node, inputs, attributes, *number)
             return
         if inputs and not row.random and not row.module and all(v is None or isinstance(v, Constant) for v in inputs):
             self._fold(node, row, inputs, attributes, outputs)
@@ -134,7 +124,7 @@ class Reader:
     ) -> Number:
         if name in ("Shape", "Size"):
             target: Callable[..., Any] = OPERATORS["", name].function
-            arguments = [self._tensor(inputs[0], node.input[0])]
+            arguments = [self.tensor(inputs[0], node.input[0])]
         else:
             target = numbers.NUMBER_OPERATORS[name]
             arguments = [None if v is None else self._number(v) for v in inputs]
@@ -162,7 +152,7 @@ class Reader:
         if isinstance(results, (int, list)) and node.op_type in ("Shape", "Size"):
             results = torch.tensor(results, dtype=torch.int64)
         for name, result in zip(node.output, results if outputs > 1 else [results], strict=False):
-            self._values[name] = Constant(result)
+            self.values[name] = Constant(result)
 
     def _argument(self, node: onnx.NodeProto, row: Operator, position: int, inputs: Sequence[Value | None]) -> Any:
         value = inputs[position]
@@ -171,7 +161,7 @@ class Reader:
         if row.input_name(position) in row.sizes:
             if isinstance(value, Computed):
                 raise UnsupportedError(
-                    f"{_label(node)}: its input {row.input_name(position)!r} ({node.input[position]!r}) is computed "
+                    f"{label_of(node)}: its input {row.input_name(position)!r} ({node.input[position]!r}) is computed "
                     "from data; only constants and what is computed from shapes can be read."
                 )
             return self._number(value)
@@ -184,7 +174,7 @@ class Reader:
                 return value.tensor.item()
             if isinstance(value, Number) and value.rank == 0:
                 return value.node
-        return self._tensor(value, node.input[position])
+        return self.tensor(value, node.input[position])
 
     def _call(
         self, node: onnx.NodeProto, row: Operator, arguments: list[Any], attributes: dict[str, Any], outputs: int
@@ -197,11 +187,11 @@ class Reader:
             call = self.graph.call_function(row.function, tuple(arguments), attributes)
         self._named(call, node)
         if outputs == 1:
-            self._values[node.output[0]] = Computed(call)
+            self.values[node.output[0]] = Computed(call)
             return
         for i, name in enumerate(node.output[:outputs]):
             if name:
-                self._values[name] = Computed(self.graph.call_function(python_operator.getitem, (call, i)))
+                self.values[name] = Computed(self.graph.call_function(python_operator.getitem, (call, i)))
 
     def _named(self, call: fx.Node, node: onnx.NodeProto) -> fx.Node:
         call.meta["onnx_node"] = node.name or node.output[0]
@@ -209,7 +199,7 @@ class Reader:
 
     def _state(self, value: Value, name: str) -> fx.Node:
         """A tensor that training changes by itself; it never is a parameter."""
-        node = self._tensor(value, name)
+        node = self.tensor(value, name)
         if node.op != "get_attr":
             return node
         tensor = python_operator.attrgetter(str(node.target))(self._root)
@@ -218,18 +208,18 @@ class Reader:
         # torch's exporter merges statistics with weights that happen to be equal
         return self.graph.get_attr(self._buffer(Constant(tensor.detach().clone())))
 
-    def _tensor(self, value: Value | None, name: str) -> fx.Node:
+    def tensor(self, value: Value | None, name: str) -> fx.Node:
         """An fx node that is a tensor at run time."""
         assert value is not None
         if isinstance(value, Computed):
             return value.node
-        if name not in self._tensors:
+        if name not in self.tensors:
             if isinstance(value, Number):
                 arguments = (value.node, value.dtype, self._anchor)
-                self._tensors[name] = self.graph.call_function(numbers.as_tensor, arguments)
+                self.tensors[name] = self.graph.call_function(numbers.as_tensor, arguments)
             else:
-                self._tensors[name] = self.graph.get_attr(self._buffer(value))
-        return self._tensors[name]
+                self.tensors[name] = self.graph.get_attr(self._buffer(value))
+        return self.tensors[name]
 
     def _buffer(self, value: Constant) -> str:
         path = f"constant_{self._constants}"
@@ -238,10 +228,6 @@ class Reader:
         if value.initializer is not None:
             self._paths[value.initializer] = path
         return path
-
-
-def _label(node: onnx.NodeProto) -> str:
-    return f"{node.op_type} (node {node.name or node.output[0]!r})"
 
 
 def _constant(node: onnx.NodeProto) -> torch.Tensor:
@@ -253,4 +239,4 @@ def _constant(node: onnx.NodeProto) -> torch.Tensor:
         return torch.tensor(value, dtype=torch.float32)
     if attribute.name in ("value_int", "value_ints"):
         return torch.tensor(value, dtype=torch.int64)
-    raise UnsupportedError(f"{_label(node)}: a constant in the form of {attribute.name!r} cannot be read.")
+    raise UnsupportedError(f"{label_of(node)}: a constant in the form of {attribute.name!r} cannot be read.")

@@ -10,12 +10,14 @@ import onnx.inliner
 from google.protobuf.message import DecodeError
 
 from lightning_ort.errors import UnsupportedError
+from lightning_ort.onnx_reader.control_flow import CONTROL_FLOW
 from lightning_ort.onnx_reader.registry import OPERATORS
+from lightning_ort.onnx_reader.values import label_of
 
 __all__ = ["MAX_OPSET", "MIN_OPSET", "Model", "load"]
 
 MIN_OPSET, MAX_OPSET = 13, 21
-STRUCTURE = frozenset({"Constant", "Identity", "If"})
+STRUCTURE = frozenset({"Constant", "Identity", *CONTROL_FLOW})
 """operators that the reader resolves itself, without a row in the table"""
 
 Model = onnx.ModelProto | bytes | str | os.PathLike[str]
@@ -71,7 +73,7 @@ def _unknown(graph: onnx.GraphProto) -> list[str]:
         domain = "" if node.domain == "ai.onnx" else node.domain
         if (domain, node.op_type) not in OPERATORS and not (domain == "" and node.op_type in STRUCTURE):
             full = f"{domain}.{node.op_type}" if domain else node.op_type
-            found.append(f"{full} (node {node.name or node.output[0]!r})")
+            found.append(label_of(node).replace(node.op_type, full, 1))
         for attribute in node.attribute:
             if attribute.type == onnx.AttributeProto.GRAPH:
                 found += _unknown(attribute.g)

@@ -13,7 +13,7 @@ from torch import fx
 
 from lightning_ort.runtime.dtypes import ONNX
 
-__all__ = ["Computed", "Constant", "Number", "Value", "attributes_of", "dtype_from", "tensor_from"]
+__all__ = ["Computed", "Constant", "Number", "Value", "attributes_of", "dtype_from", "label_of", "tensor_from"]
 
 _DTYPES = {int(onnx_type): dtype for dtype, onnx_type in ONNX.items()}
 
@@ -86,3 +86,8 @@ def attributes_of(node: onnx.NodeProto) -> dict[str, Any]:
             value = dtype_from(value)
         found[attribute.name] = value
     return found
+
+
+def label_of(node: onnx.NodeProto) -> str:
+    """How a node is called in errors."""
+    return f"{node.op_type} (node {node.name or node.output[0]!r})"

@@ -17,6 +17,23 @@ def sequence_construct(*tensors: Tensor) -> list[Tensor]:
     return list(tensors)
 
 
+@operator("SequenceEmpty")
+def sequence_empty(*, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return []
+
+
+@operator("SequenceInsert", sizes=["position"])
+def sequence_insert(sequence: list[Tensor], tensor: Tensor, position: int | None = None) -> list[Tensor]:
+    at = len(sequence) if position is None else position
+    return [*sequence[:at], tensor, *sequence[at:]]
+
+
+@operator("SequenceErase", sizes=["position"])
+def sequence_erase(sequence: list[Tensor], position: int = -1) -> list[Tensor]:
+    at = position % len(sequence)
+    return [*sequence[:at], *sequence[at + 1 :]]
+
+
 @operator("SequenceAt", sizes=["position"])
 def sequence_at(sequence: list[Tensor], position: int) -> Tensor:
     return sequence[position]
