@@ -8,67 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ondevice_models import opened, strangers_training, train
-from torch import Tensor, nn
+from ondevice_networks import NETWORKS
+from torch import nn
 
 from lightning_ort.ondevice import OptimizerConfig, generate_artifacts
-
-
-class ConvNet(nn.Module):
-    def __init__(self, p: float = 0.0) -> None:
-        super().__init__()
-        # a bias before a normalization has a gradient of rounding errors only
-        self.conv1, self.norm1 = nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
-        self.conv2, self.norm2 = nn.Conv2d(8, 8, 3, stride=2, bias=False), nn.BatchNorm2d(8, momentum=0.2)
-        self.dropout, self.head = nn.Dropout(p), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.max_pool2d(torch.relu(self.norm1(self.conv1(x))), 2)
-        return self.head(self.dropout(torch.relu(self.norm2(self.conv2(x)))).mean((2, 3)))
-
-
-class Transformer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(20, 16)
-        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
-        self.encoder, self.head = nn.TransformerEncoder(layer, 1), nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.encoder(self.embedding(x)).mean(1))
-
-
-class UNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(1, 8, 3, padding=1), nn.GroupNorm(2, 8)
-        self.down, self.down_norm = nn.Conv2d(8, 8, 3, stride=2, padding=1), nn.GroupNorm(4, 8)
-        self.out = nn.Conv2d(16, 1, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = F.silu(self.norm(self.conv(x)))
-        d = F.silu(self.down_norm(self.down(h)))
-        return self.out(torch.cat([h, F.interpolate(d, scale_factor=2.0, mode="bilinear")], 1))
-
-
-class LSTM(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(5, 8, 2, batch_first=True), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0][:, -1])
-
-
-def labels(n):
-    return torch.randint(0, 4, (n,))
-
-
-NETWORKS = {
-    "convnet": (ConvNet, lambda n: (torch.randn(n, 1, 11, 11), labels(n)), "CrossEntropyLoss", True),
-    "transformer": (Transformer, lambda n: (torch.randint(0, 20, (n, 6)), labels(n)), "CrossEntropyLoss", True),
-    "unet": (UNet, lambda n: (torch.randn(n, 1, 8, 8), torch.randn(n, 1, 8, 8)), "MSELoss", False),
-    "lstm": (LSTM, lambda n: (torch.randn(n, 6, 5), labels(n)), "CrossEntropyLoss", False),
-}
 
 
 @pytest.mark.parametrize("name", NETWORKS)

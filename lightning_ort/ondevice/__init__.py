@@ -9,6 +9,7 @@ from lightning_ort.environment import require_onnxruntime
 
 if TYPE_CHECKING:
     from lightning_ort.ondevice.checkpoint import CheckpointState, Parameter, Parameters, Properties
+    from lightning_ort.ondevice.exchange import copy_from_torch, copy_to_torch
     from lightning_ort.ondevice.generate import generate_artifacts
     from lightning_ort.ondevice.lr_scheduler import LinearLRScheduler
     from lightning_ort.ondevice.module import Module
@@ -24,6 +25,8 @@ __all__ = [
     "Parameter",
     "Parameters",
     "Properties",
+    "copy_from_torch",
+    "copy_to_torch",
     "generate_artifacts",
 ]
 
@@ -33,6 +36,8 @@ _MODULES |= {
     "Module": "module",
     "Optimizer": "optimizer",
     "OptimizerConfig": "optimizers",
+    "copy_from_torch": "exchange",
+    "copy_to_torch": "exchange",
     "generate_artifacts": "generate",
 }
 

@@ -35,11 +35,11 @@ class Parameter:
         Raises:
             ValueError: an assigned array has another shape or element type.
         """
-        return self._state.training_state.parameters[self._name].numpy().copy()
+        return self._values().numpy().copy()
 
     @data.setter
     def data(self, value: Any) -> None:
-        target = self._state.training_state.parameters[self._name]
+        target = self._values()
         tensor = as_tensor(value, self._name)
         if tensor.shape != target.shape or tensor.dtype != target.dtype:
             raise ValueError(
@@ -47,6 +47,15 @@ class Parameter:
                 f"shape {tuple(tensor.shape)}."
             )
         target.copy_(tensor)
+
+    def _values(self) -> Tensor:
+        state = self._state.training_state
+        if state.nominal:
+            raise RuntimeError(
+                f"Parameter {self._name!r} has no values yet: the checkpoint is a nominal one. Call "
+                "copy_buffer_to_parameters(buffer, trainable_only=False) of its Module first."
+            )
+        return state.parameters[self._name]
 
     @property
     def grad(self) -> np.ndarray | None:

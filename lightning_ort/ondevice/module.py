@@ -92,6 +92,7 @@ class Module:
             RuntimeError: an evaluation without an evaluation graph.
         """
         step = self._step()
+        self._require_values()
         inputs = checked(user_inputs, step.graph.inputs)
         if self.training:
             results = self._accumulated(inputs)
@@ -134,18 +135,37 @@ class Module:
         """Let the next training step replace the gradients instead of adding to them."""
         self._accumulates = False
 
+    def _require_values(self) -> None:
+        if self.state.training_state.nominal:
+            raise RuntimeError(
+                "The parameters have no values yet: the checkpoint is a nominal one, which holds their names. Call "
+                "copy_buffer_to_parameters(buffer, trainable_only=False) first."
+            )
+
     def _chosen(self, trainable_only: bool) -> list[str]:
         values = self.state.training_state
-        return [n for n in values.parameters if n in values.trained or not trainable_only]
+        names = self._train.graph.order or values.parameters
+        return [n for n in names if n in values.trained or not trainable_only]
+
+    def _in_order(self, trainable_only: bool) -> list[Tensor]:
+        """The chosen tensors. Buffers that count are among floats, so ``_one_type`` does not look at them."""
+        names, buffers = self._chosen(trainable_only), self.state.training_state.buffers
+        tensors = [self._tensors[n] for n in names]
+        _one_type([t for n, t in zip(names, tensors, strict=True) if n not in buffers or t.is_floating_point()])
+        return tensors
 
     def get_contiguous_parameters(self, trainable_only: bool = False) -> onnxruntime.OrtValue:
         """A copy of the parameters, one after the other in the order of the model, as a vector.
 
+        Artifacts of the flavour ``"ort-training"`` count running statistics among the parameters that are not
+        trained, as ONNX Runtime does.
+
         Raises:
             ValueError: they are not of one element type.
         """
-        tensors = [self._tensors[n].reshape(-1) for n in self._chosen(trainable_only)]
-        _one_type(tensors)
+        self._require_values()
+        tensors = self._in_order(trainable_only)
+        tensors = [t.to(tensors[0].dtype).reshape(-1) for t in tensors]
         return onnxruntime.OrtValue.ortvalue_from_numpy(torch.cat(tensors).numpy())
 
     def get_parameters_size(self, trainable_only: bool = True) -> int:
@@ -159,8 +179,9 @@ class Module:
             ValueError: another number of elements or another element type; nothing has been changed then.
         """
         flat = as_tensor(buffer, "buffer").reshape(-1)
-        targets = [self._tensors[n] for n in self._chosen(trainable_only)]
-        _one_type(targets)
+        targets = self._in_order(trainable_only)
+        if trainable_only and self.state.training_state.nominal:
+            raise ValueError("A nominal checkpoint has no values at all; give them with trainable_only=False.")
         size = sum(t.numel() for t in targets)
         if flat.numel() != size or flat.dtype != targets[0].dtype:
             raise ValueError(
@@ -169,6 +190,7 @@ class Module:
             )
         for target, part in zip(targets, flat.split([t.numel() for t in targets]), strict=True):
             target.copy_(part.view(target.shape))
+        self.state.training_state.nominal = False
 
     def export_model_for_inferencing(self, inference_model_uri: Path_, graph_output_names: Sequence[str]) -> None:
         """Write the part of the evaluation graph that computes some of its values, with the present parameters.

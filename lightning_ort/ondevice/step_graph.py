@@ -23,6 +23,8 @@ class StepGraph:
             :class:`~lightning_ort.ondevice.state.TrainingState`.
         gradients: name of each trained parameter to the output that is its gradient.
         updates: name of each buffer that changes to the output that is its new value.
+        order: names of the tensors in the order in which they follow each other in one buffer, where that is not the
+            order of the parameters in the state.
     """
 
     model: ir.Model
@@ -31,3 +33,4 @@ class StepGraph:
     tensors: dict[str, str]
     gradients: dict[str, str] = dataclasses.field(default_factory=dict)
     updates: dict[str, str] = dataclasses.field(default_factory=dict)
+    order: tuple[str, ...] = ()

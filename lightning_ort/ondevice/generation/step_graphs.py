@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import onnx
+import onnx_ir as ir
 import torch
 from onnx import helper
 from onnx_ir.passes.common import RemoveUnusedNodesPass
@@ -55,8 +56,9 @@ def evaluation_graph(forward: ModuleForward, changing: Sequence[str]) -> StepGra
 
 
 def part_of(graph: StepGraph, outputs: Sequence[str], inputs: Sequence[InputInfo]) -> StepGraph:
-    """What of an evaluation computes ``outputs`` from ``inputs``."""
+    """What of an evaluation computes ``outputs`` from ``inputs``. Its other results keep their names inside."""
     model = graph.model.clone()
+    _name_inside(model.graph)
     kept = {str(v.name): v for v in model.graph.outputs}
     model.graph.outputs.clear()
     model.graph.outputs.extend(kept[n] for n in outputs)
@@ -69,6 +71,23 @@ def part_of(graph: StepGraph, outputs: Sequence[str], inputs: Sequence[InputInfo
     return StepGraph(
         model, tuple(inputs), tuple(outputs), {n: source for n, source in graph.tensors.items() if n in left}
     )
+
+
+def _name_inside(graph: ir.Graph) -> None:
+    """Let results be the values that the graph reads, instead of copies of them that an Identity has named."""
+    for position, value in enumerate(graph.outputs):
+        node = value.producer()
+        if node is None or node.op_type != "Identity":
+            continue
+        source = node.inputs[0]
+        if source is None or source.producer() is None or source.is_graph_output():
+            continue
+        name, source.type, source.shape = value.name, value.type, value.shape
+        for user, i in list(value.uses()):
+            user.replace_input_with(i, source)
+        graph.outputs[position] = source
+        graph.remove(node, safe=True)
+        source.name = name
 
 
 def _what(forward: ModuleForward) -> str:

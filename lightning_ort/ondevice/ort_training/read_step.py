@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import onnx
 import onnx_ir as ir
+import torch
 from google.protobuf.message import DecodeError
 
 from lightning_ort.compiler.passes import optimize
@@ -52,6 +54,8 @@ def read_evaluation(path: Path, state: TrainingState) -> StepGraph:
 def read_training(path: Path, state: TrainingState) -> StepGraph:
     """Outputs, gradients and new buffers: sums in place become plain outputs.
 
+    The tensors of a nominal ``state``, which have no values, get their shapes.
+
     Raises:
         ValueError: the file is no training model, or not one of the parameters of ``state``.
     """
@@ -85,30 +89,49 @@ def read_training(path: Path, state: TrainingState) -> StepGraph:
     plain = ir.to_proto(file.model)
     if is_foreign(plain):
         try:
-            return derived(plain, state)
+            found = dataclasses.replace(derived(plain, file.state), order=file.order)
         except UnsupportedError as error:
             raise UnsupportedError(f"{str(path)!r}: {error}") from error
-    outputs = tuple(str(v.name) for v in file.graph.outputs)
-    return file.step(outputs, gradients, updates)
+    else:
+        found = file.step(tuple(str(v.name) for v in file.graph.outputs), gradients, updates)
+    state.parameters, state.buffers = file.state.parameters, file.state.buffers
+    return found
 
 
 class _File:
     """The graph of a file, whose tensors are checked against a state."""
 
     def __init__(self, path: Path, state: TrainingState) -> None:
-        self.path, self.state = path, state
+        self.path = path
         self.proto = parsed(path)
         self.model = ir.from_proto(self.proto)
         self.graph = self.model.graph
+        self.state = self._completed(state) if state.nominal else state
+        self.order = tuple(str(v.name) for v in self.graph.inputs if v.name in state.tensors)
         wrong = []
         for value in self.graph.inputs:
-            tensor = state.tensors.get(str(value.name))
-            if tensor is None or state.nominal or value.shape is None:
+            tensor = self.state.tensors.get(str(value.name))
+            if tensor is None or value.shape is None:
                 continue
             if not value.shape.is_static() or list(value.shape.numpy()) != list(tensor.shape):
                 wrong.append(f"{value.name} is {value.shape} here and {list(tensor.shape)} in the checkpoint")
         if wrong:
             raise ValueError(f"{str(path)!r} does not belong to the checkpoint: {'; '.join(wrong)}.")
+
+    def _completed(self, state: TrainingState) -> TrainingState:
+        """A state with zeros in the shapes that the graph declares."""
+        declared = {str(v.name): v.shape for v in self.graph.inputs}
+        zeros = {}
+        for name, tensor in state.tensors.items():
+            shape = declared.get(name)
+            if shape is None or not shape.is_static():
+                raise ValueError(
+                    f"{str(self.path)!r} does not say what shape {name!r} has, which the checkpoint, a nominal one, "
+                    "does not say either."
+                )
+            zeros[name] = torch.zeros(list(shape.numpy()), dtype=tensor.dtype)
+        parameters = {name: zeros[name] for name in state.parameters}
+        return dataclasses.replace(state, parameters=parameters, buffers={name: zeros[name] for name in state.buffers})
 
     def step(self, outputs: tuple[str, ...], gradients: dict[str, ir.Value], updates: dict[str, ir.Value]) -> StepGraph:
         """The graph with these outputs, and nothing that they do not need."""
@@ -135,6 +158,7 @@ class _File:
             {name: name for name in self.state.tensors if name in read},
             {name: results["grad", name] for name in gradients},
             {name: results["new", name] for name in updates},
+            self.order,
         )
 
     def _users(self) -> list[InputInfo]:

@@ -1,0 +1,110 @@
+"""The state of an optimizer of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from lightning_ort.ondevice.state import OptimizerState, TrainingState
+
+__all__ = ["optimizer_of_torch", "torch_state"]
+
+_MOMENTS = {
+    "Adam": {"moment_1": "exp_avg", "moment_2": "exp_avg_sq"},
+    "AdamW": {"moment_1": "exp_avg", "moment_2": "exp_avg_sq"},
+    "SGD": {"momentum": "momentum_buffer"},
+}
+"""kind of an optimizer to the names that its moments have here and in torch"""
+
+
+def _kind(optimizer: Optimizer) -> str:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}; expected one of torch.optim.")
+    # AdamW is a kind of Adam
+    kind = next((k.__name__ for k in (AdamW, Adam, SGD) if isinstance(optimizer, k)), None)
+    if kind is None:
+        raise ValueError(f"The optimizer is a {type(optimizer).__name__}; expected torch's AdamW, Adam or SGD.")
+    if any(g.get("amsgrad") or g.get("maximize") or g.get("dampening") for g in optimizer.param_groups):
+        raise ValueError(f"{kind}: amsgrad, maximize and dampening have no counterpart on a device.")
+    return kind
+
+
+def _numbers(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], trained: tuple[str, ...]) -> dict[str, int]:
+    """Name of each trained parameter to its number in the optimizer's state."""
+    numbers = {id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
+    missing = [n for n in trained if id(parameters[n]) not in numbers]
+    if missing or len(numbers) != len(trained):
+        raise ValueError(
+            f"The optimizer has {len(numbers)} parameters, the checkpoint trains {len(trained)}; without: "
+            f"{', '.join(missing) or 'none'}."
+        )
+    return {n: numbers[id(parameters[n])] for n in trained}
+
+
+def torch_state(state: TrainingState, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+    """For ``load_state_dict`` of ``optimizer``: what ``state`` holds of it.
+
+    Args:
+        parameters: of the module, by name.
+
+    Raises:
+        ValueError: it holds nothing, or something of another optimizer.
+    """
+    kind, own = _kind(optimizer), state.optimizer
+    if own is None or (own.step and own.kind != "SGD" and not own.moments):
+        raise ValueError(
+            "The checkpoint holds no optimizer state. Save it with include_optimizer_state=True, or leave out the "
+            "optimizer."
+        )
+    if _MOMENTS.get(own.kind) != _MOMENTS[kind]:
+        raise ValueError(f"The checkpoint holds the state of {own.kind}, but the optimizer is {kind}.")
+    found = optimizer.state_dict()
+    heavy = any(group.get("momentum") for group in optimizer.param_groups)
+    found["state"] = {}
+    for name, number in _numbers(optimizer, parameters, state.trained).items():
+        moments = own.moments.get(name, {})
+        if heavy and own.step and not moments:
+            raise ValueError("The checkpoint holds no momentum, but the optimizer has one.")
+        if own.step and (moments or kind != "SGD"):
+            entry: dict[str, Any] = {_MOMENTS[kind][m]: t.clone() for m, t in moments.items()}
+            found["state"][number] = entry if kind == "SGD" else entry | {"step": torch.tensor(float(own.step))}
+    for group in found["param_groups"]:
+        rate = group["lr"]
+        group["lr"] = torch.full_like(rate, own.learning_rate) if isinstance(rate, Tensor) else own.learning_rate
+    return found
+
+
+def optimizer_of_torch(
+    state: TrainingState, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> OptimizerState:
+    """What ``optimizer`` remembers of the trained parameters of ``state``.
+
+    Raises:
+        ValueError: its parameters differ in learning rate or number of updates, which one state cannot hold.
+    """
+    kind = _kind(optimizer)
+    numbers = _numbers(optimizer, parameters, state.trained)
+    rates = {float(g["lr"]) for g in optimizer.param_groups}
+    if len(rates) > 1:
+        raise ValueError(f"The groups of the optimizer have the learning rates {sorted(rates)}; a device has one.")
+    entries = optimizer.state_dict()["state"]
+    per_name = {n: entries.get(i, {}) for n, i in numbers.items()}
+    steps = {int(e.get("step", 0)) for e in per_name.values()}
+    # plain descent does not count; its number of updates matters to nothing
+    if len(steps) > 1:
+        raise ValueError(f"The parameters were updated {sorted(steps)} times; a device counts all of them as one.")
+    heavy = kind == "SGD" and any(group["momentum"] for group in optimizer.param_groups)
+    names = _MOMENTS[kind] if kind != "SGD" or heavy else {}
+    moments = {}
+    for name, entry in per_name.items():
+        like = state.parameters[name]
+        values = {m: entry.get(t) for m, t in names.items()}
+        moments[name] = {
+            m: (torch.zeros_like(like) if t is None else t.detach().cpu().clone()) for m, t in values.items()
+        }
+    step = max(steps) or int(any(e.get("momentum_buffer") is not None for e in per_name.values()))
+    return OptimizerState(kind, rates.pop(), step, moments)
