@@ -19,13 +19,15 @@ from lightning_ort.compiler.scaling import LossScaling
 from lightning_ort.scaled_backward import is_closed, unscaling_leaves
 from lightning_ort.scalers import GradScalerRule, StepInfo, scale_rule
 
-__all__ = ["ORTPrecision"]
+__all__ = ["TRAINER_SCALER", "ORTPrecision"]
 
 PrecisionName = Literal["32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"]
 
 _AUTOCAST = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 # where Lightning's own plug-in keeps its scaler in a checkpoint
 _LIGHTNING = MixedPrecision.__qualname__
+TRAINER_SCALER = "lightning_ort.loss_scaler"
+"""Where a checkpoint made of an ORTTrainer's file has its scaler, as of :meth:`ScaleRule.summary`."""
 
 
 class ORTPrecision(Precision):
@@ -207,9 +209,21 @@ class ORTPrecision(Precision):
         if isinstance(self._rule, GradScalerRule):
             checkpoint[_LIGHTNING] = self._rule.state_dict()
 
+    def scaler_summary(self) -> dict[str, Any] | None:
+        """What a checkpoint tells an ORTTrainer about the loss scale; ``None`` where losses are not scaled."""
+        return None if self._rule is None else {**self._rule.summary(), "skipped_steps": self.skipped_steps}
+
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take over the scaler of a run under Lightning's own plug-in."""
+        """Take over the scaler of an ORTTrainer, or of a run under Lightning's own plug-in."""
+        summary = checkpoint.get(TRAINER_SCALER)
+        if summary is not None and self._rule is not None and self.scaling is not None:
+            self._rule.resume(summary)
+            self.skipped_steps = int(summary["skipped_steps"])
+            self._steps = int(checkpoint["global_step"])
+            self.scaling.scale = self._rule.scale
+            self.scaling.forget()
+            return
         foreign = type(self).__qualname__ not in checkpoint and _LIGHTNING in checkpoint
         if foreign and self.scaling is not None and isinstance(self._rule, GradScalerRule):
             self._rule.load_state_dict(checkpoint[_LIGHTNING])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +41,15 @@ class ScaleRule(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
+
+    def summary(self) -> dict[str, Any]:
+        """What a checkpoint tells a scaler of any kind: ``kind``, ``loss_scale``, ``stable_steps`` and ``state``.
+
+        ``stable_steps`` is the number of finite steps since the scale changed, ``state`` is for a scaler of that kind.
+        """
+
+    def resume(self, summary: Mapping[str, Any]) -> None:
+        """Go on from a summary: all of it if the kind is the same, else the scale and the steps since it changed."""
 
 
 class GradScalerRule:
@@ -84,6 +94,16 @@ class GradScalerRule:
         self._state = {k: state[k] for k in self._state}
         self.scaler.load_state_dict(self._state)
 
+    def summary(self) -> dict[str, Any]:
+        scale, stable = self._state["scale"], self._state["_growth_tracker"]
+        return {"kind": "GradScaler", "loss_scale": scale, "stable_steps": stable, "state": self.state_dict()}
+
+    def resume(self, summary: Mapping[str, Any]) -> None:
+        changed = {"scale": float(summary["loss_scale"]), "_growth_tracker": int(summary["stable_steps"])}
+        # a window that is shorter here may be full already
+        changed["_growth_tracker"] = min(changed["_growth_tracker"], self._state["growth_interval"] - 1)
+        self.load_state_dict(summary["state"] if summary["kind"] == "GradScaler" else self._state | changed)
+
 
 class StepScalerRule:
     """A scaler with ``loss_scale`` and ``update(info)``, such as ``lightning_ort.amp.DynamicLossScaler``.
@@ -126,6 +146,20 @@ class StepScalerRule:
                 f"{self.scale:g} and not {state['loss_scale']:g}: give it state_dict() and load_state_dict(state), or "
                 "keep what it counts in attributes that are numbers."
             )
+
+    def summary(self) -> dict[str, Any]:
+        state = self.state_dict()
+        stable = int(getattr(self.scaler, "_stable_steps_count", 0))
+        kind = type(self.scaler).__name__
+        return {"kind": kind, "loss_scale": self.scale, "stable_steps": stable, "state": state["scaler"]}
+
+    def resume(self, summary: Mapping[str, Any]) -> None:
+        if summary["kind"] == type(self.scaler).__name__:
+            self.load_state_dict({"loss_scale": summary["loss_scale"], "scaler": summary["state"]})
+            return
+        self.scaler.loss_scale = float(summary["loss_scale"])
+        if hasattr(self.scaler, "_stable_steps_count"):
+            self.scaler._stable_steps_count = int(summary["stable_steps"])
 
     @property
     def _has_own_state(self) -> bool:

@@ -9,16 +9,19 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies import _StrategyRegistry
-from lightning.fabric.utilities.types import _DEVICE
+from lightning.fabric.utilities.types import _DEVICE, _PATH
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO  # private, but what all wrappers inherit from
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ort.checkpoints import ORTCheckpointIO
+from lightning_ort.checkpoints.record import RECORD, make_record
+from lightning_ort.checkpoints.restoring import Restoring
 from lightning_ort.environment import require_onnxruntime
 from lightning_ort.precision import ORTPrecision
 from lightning_ort.report import Report
@@ -107,6 +110,7 @@ class ORTStrategy(SingleDeviceStrategy):
         self._on_unsupported, self._verify, self._print_report = on_unsupported, verify, print_report
         self._report = Report()
         self._steps: CompiledSteps | None = None
+        self._restoring: Restoring | None = None
         self.num_nodes = 1
 
     # -- what the Trainer fills in --------------------------------------------------------------------------------
@@ -187,6 +191,8 @@ class ORTStrategy(SingleDeviceStrategy):
         choose_providers(self.root_device, self._config.providers, self._config.provider_options)
         super().setup(trainer)
         assert self.lightning_module is not None
+        if self._restoring is not None and trainer.state.fn == TrainerFn.FITTING:
+            self._restoring.complete(self.optimizers)
         if self._steps is None or self._steps.module is not self.lightning_module:
             scaling = getattr(self.precision_plugin, "scaling", None)
             backend = ORTBackend(
@@ -218,6 +224,62 @@ class ORTStrategy(SingleDeviceStrategy):
         super().on_train_end()
         if self._print_report:
             print(self._report)
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        assert self.lightning_module is not None
+        optimizers = self.optimizers if "optimizer_states" in checkpoint else []
+        record = make_record(self.lightning_module.trainer, self.lightning_module, optimizers)
+        super().save_checkpoint({**checkpoint, RECORD: record}, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint of Lightning or of ORTTrainer for the module that is connected.
+
+        Raises:
+            CheckpointError: the file is damaged, of another kind, or does not fit the module.
+        """
+        assert self.lightning_module is not None
+        found = super().load_checkpoint(checkpoint_path, weights_only)
+        self._restoring = Restoring(self.lightning_module, found, weights_only)
+        return self._restoring.checkpoint
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._restoring is not None:
+            self._restoring.check(self.optimizers)
+        super().load_optimizer_state_dict(checkpoint)
+        if self._restoring is not None:
+            self._restoring.advance()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self._restoring is not None:
+            self._restoring.undo()
+            self._restoring = None
+        super().on_exception(exception)
+
+    @override
+    def on_train_start(self) -> None:
+        self._restoring = None
+        super().on_train_start()
+
+    @override
+    def on_validation_start(self) -> None:
+        self._restoring = None
+        super().on_validation_start()
+
+    @override
+    def on_test_start(self) -> None:
+        self._restoring = None
+        super().on_test_start()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._restoring = None
+        super().on_predict_start()
 
     # -- steps ----------------------------------------------------------------------------------------------------
 

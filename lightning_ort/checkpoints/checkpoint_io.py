@@ -109,7 +109,7 @@ class ORTCheckpointIO(TorchCheckpointIO):
 
         try:
             return TrainerFile(str(path), read_state(stream), self.prefix)
-        except (KeyError, OSError, RuntimeError, ValueError) as error:
+        except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{path} is no checkpoint of ORTTrainer, or cut short or damaged: "
                 f"{error.args[0] if error.args else error}"

@@ -11,7 +11,7 @@ import torch
 
 from lightning_ort.errors import CheckpointError
 
-__all__ = ["HDF5", "check_lightning", "load", "starts_with"]
+__all__ = ["HDF5", "check_lightning", "is_torch_file", "load", "starts_with"]
 
 HDF5 = b"\x89HDF\r\n\x1a\n"
 _ZIP = b"PK\x03\x04"
@@ -23,6 +23,11 @@ def starts_with(stream: IO[bytes]) -> bytes:
     head = stream.read(len(HDF5))
     stream.seek(place)
     return head
+
+
+def is_torch_file(stream: IO[bytes]) -> bool:
+    """Whether ``torch.save`` may have written it: a zip archive, or the bare pickle that it was until torch 1.5."""
+    return starts_with(stream).startswith((_ZIP, b"\x80"))
 
 
 def load(stream: IO[bytes], name: Any, *, map_location: Any, weights_only: bool | None) -> Any:
@@ -39,7 +44,7 @@ def load(stream: IO[bytes], name: Any, *, map_location: Any, weights_only: bool 
         UnpicklingError: it is in order, but holds objects that ``weights_only`` forbids; torch's message names them.
     """
     head = starts_with(stream)
-    if not head.startswith(_ZIP) and not head.startswith(b"\x80"):  # the latter is how torch wrote until 1.5
+    if not is_torch_file(stream):
         what = f"begins with {head!r}" if head else "is empty"
         raise CheckpointError(
             f"{name} is no checkpoint: it {what}. Expected a file of Trainer.save_checkpoint, ModelCheckpoint, or "

@@ -11,11 +11,18 @@ from typing import IO, Any
 import h5py
 import numpy as np
 
+from lightning_ort.checkpoints.seal import is_intact, seal
 from lightning_ort.checkpoints.writing import write_file
 from lightning_ort.trainer.aggregation import aggregate
 from lightning_ort.trainer.user_dict import decode, encode
 
-__all__ = ["read", "read_all", "read_state", "write"]
+__all__ = ["LIGHTNING", "SCALER", "read", "read_all", "read_state", "write"]
+
+_GROUP = "lightning_ort"
+"""Of an HDF5 file: what the original neither writes nor reads."""
+
+SCALER, LIGHTNING = _OWN = ("loss_scaler", "lightning")
+"""Its entries: of the loss scaler, and what a Lightning checkpoint holds besides weights and moments."""
 
 
 def write(path: str | os.PathLike[str] | IO[bytes], state: Mapping[str, Any], user_dict: Mapping[str, Any]) -> None:
@@ -31,13 +38,18 @@ def write(path: str | os.PathLike[str] | IO[bytes], state: Mapping[str, Any], us
         FileNotFoundError: its folder does not exist.
         TypeError: ``user_dict`` holds something that cannot be stored.
     """
-    text = encode(user_dict)
+    content = _with_own_group({**state, "user_dict": encode(user_dict)})
     if not isinstance(path, (str, os.PathLike)):
-        with h5py.File(path, "w") as file:
-            _write_group(file, {**state, "user_dict": text})
+        _write_file(path, content)
         return
-    with write_file(Path(path), replace=False) as stream, h5py.File(stream, "w") as file:
-        _write_group(file, {**state, "user_dict": text})
+    with write_file(Path(path), replace=False) as stream:
+        _write_file(stream, content)
+
+
+def _write_file(stream: IO[bytes], content: Mapping[str, Any]) -> None:
+    with h5py.File(stream, "w") as file:
+        _write_group(file, content)
+    seal(stream)
 
 
 def _write_group(group: Any, values: Mapping[str, Any]) -> None:
@@ -45,9 +57,7 @@ def _write_group(group: Any, values: Mapping[str, Any]) -> None:
         if isinstance(value, Mapping):
             _write_group(group.create_group(key), value)
         else:
-            # with checksums, which HDF5 has for arrays alone
-            array = isinstance(value, np.ndarray) and value.ndim > 0 and value.size > 0
-            group.create_dataset(key, data=value, fletcher32=array or None)
+            group.create_dataset(key, data=value)
 
 
 def read(path: str | os.PathLike[str] | IO[bytes], *, allow_pickle: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -74,7 +84,24 @@ def read_state(path: str | os.PathLike[str] | IO[bytes]) -> dict[str, Any]:
     with _opened(path) as file:
         if "trainer_options" not in file:
             raise KeyError(f"{path} holds no 'trainer_options', as every checkpoint of an ORTTrainer does.")
-        return _read_group(file)
+        return _without_own_group(_read_group(file), path)
+
+
+def _with_own_group(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Put what the original has no place for into one group."""
+    found = {key: value for key, value in content.items() if key not in _OWN}
+    own = {key: content[key] for key in _OWN if key in content}
+    if SCALER in own:
+        own[SCALER] = {**own[SCALER], "state": encode(own[SCALER]["state"])}
+    return {**found, _GROUP: own} if own else found
+
+
+def _without_own_group(content: dict[str, Any], path: Any) -> dict[str, Any]:
+    """The opposite."""
+    own = content.pop(_GROUP, {})
+    if SCALER in own:
+        own[SCALER]["state"] = decode(own[SCALER]["state"], f"the loss scaler of {path}", allow_pickle=False)
+    return {**content, **own}
 
 
 def read_all(paths: Sequence[Any], *, allow_pickle: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -101,10 +128,21 @@ def read_all(paths: Sequence[Any], *, allow_pickle: bool) -> tuple[dict[str, Any
 
 @contextlib.contextmanager
 def _opened(path: Any) -> Iterator[Any]:
-    if isinstance(path, (str, os.PathLike)) and not h5py.is_hdf5(path):
-        raise ValueError(f"{path} is not an hdf5 file or a python file-like object.")
+    if isinstance(path, (str, os.PathLike)):
+        if not h5py.is_hdf5(path):
+            raise ValueError(f"{path} is not an hdf5 file or a python file-like object.")
+        with open(path, "rb") as stream:
+            _check(stream, path)
+    else:
+        _check(path, path)
     with h5py.File(path, "r") as file:
         yield file
+
+
+def _check(stream: IO[bytes], path: Any) -> None:
+    # before the library follows addresses in a damaged file, which may never end
+    if not is_intact(stream):
+        raise OSError(f"{path} is damaged: its checksum is wrong")
 
 
 def _read_group(group: Any) -> dict[str, Any]:
@@ -113,6 +151,8 @@ def _read_group(group: Any) -> dict[str, Any]:
         if isinstance(item, h5py.Group):
             found[key] = _read_group(item)
             continue
+        if not isinstance(item, h5py.Dataset):
+            raise OSError(f"the entry {group.name}/{key} is damaged")
         value = item[()]
         if isinstance(value, bytes):
             value = value.decode()

@@ -90,6 +90,10 @@ class Optimizer:
         """All parameters that are trained."""
         return list(self._params.values())
 
+    def names(self) -> list[str]:
+        """Names of all parameters that are trained."""
+        return list(self._params)
+
     def zero_grad(self) -> None:
         """Drop all gradients."""
         for p in self._params.values():

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_ort.scalers import StepScalerRule
+
 if TYPE_CHECKING:
     from lightning_ort.trainer.trainer import ORTTrainer
 
@@ -46,12 +48,18 @@ def trainer_options(trainer: ORTTrainer) -> dict[str, Any]:
 def make_state(trainer: ORTTrainer) -> dict[str, Any]:
     """Copies of all that makes up the state, as numpy arrays and numbers."""
     info = trainer._train_step_info
+    scaler = {} if trainer._scaler is None else {"loss_scaler": _scaler_state(trainer)}
     return {
         "model": {"full_precision": {n: _array(t) for n, t in trainer._weights.items()}},
         "optimizer": trainer._optimizer.state(),
         "trainer_options": trainer_options(trainer),
         "train_step_info": {"optimization_step": info.optimization_step, "step": info.step},
+        **scaler,
     }
+
+
+def _scaler_state(trainer: ORTTrainer) -> dict[str, Any]:
+    return {**StepScalerRule(trainer._scaler).summary(), "skipped_steps": trainer._skipped}
 
 
 def _array(tensor: Tensor) -> Any:
@@ -118,6 +126,10 @@ def _compare_shapes(given: Any, own: Any, where: str) -> None:
 @torch.no_grad()
 def load_state(trainer: ORTTrainer, state: Mapping[str, Any]) -> None:
     """Take over a state that :func:`check_state` found in order."""
+    if trainer._scaler is not None and "loss_scaler" in state:
+        # first, for what it refuses is only known when it is asked
+        StepScalerRule(trainer._scaler).resume(state["loss_scaler"])
+        trainer._skipped = int(state["loss_scaler"]["skipped_steps"])
     for name, value in state.get("model", {}).get("full_precision", {}).items():
         if name in trainer._weights:
             trainer._weights[name].copy_(torch.as_tensor(value))

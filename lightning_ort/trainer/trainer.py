@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ort.amp import DynamicLossScaler, LossScaler
+from lightning_ort.checkpoints.to_trainer import to_trainer
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.plan import Fallback
 from lightning_ort.environment import require_onnxruntime
 from lightning_ort.errors import CompilationError
 from lightning_ort.optim.config import _OptimizerConfig
-from lightning_ort.trainer import checkpoint
+from lightning_ort.trainer import checkpoint, lightning_files
 from lightning_ort.trainer.arguments import gather, summary
 from lightning_ort.trainer.debug import GraphFiles
 from lightning_ort.trainer.description import describe
@@ -102,6 +103,8 @@ class ORTTrainer:
         self._train_step_info = TrainStepInfo(optim_config)
         self._accumulated = 0
         self._scale = 1.0
+        self._skipped = 0
+        self._lightning: dict[str, Any] = {}
         self._example: list[Tensor] | None = None
         self._accepted: list[Any] | None = None
 
@@ -163,6 +166,7 @@ class ORTTrainer:
             finite = self._optimizer.step(lr, 1.0 / (steps * self._scale))
             self._optimizer.zero_grad()
             info.optimization_step += finite
+            self._skipped += not finite
             if self._scaler is not None:
                 info.all_finite = finite
         self._accumulated = 0 if updates else self._accumulated + 1
@@ -307,6 +311,7 @@ class ORTTrainer:
         """
         check_state(self, state_dict, strict=strict)
         load_state(self, state_dict)
+        self._lightning = {}
         self._optimizer.zero_grad()
         self._accumulated = 0
 
@@ -331,32 +336,53 @@ class ORTTrainer:
         state = self.state_dict()
         if not include_optimizer_states:
             del state["optimizer"]
+        if self._lightning:
+            state[checkpoint.LIGHTNING] = self._lightning
         checkpoint.write(path, state, user_dict)
 
     def load_checkpoint(
-        self, *paths: str | os.PathLike[str] | IO[bytes], strict: bool = True, allow_pickle: bool = False
+        self,
+        *paths: str | os.PathLike[str] | IO[bytes],
+        strict: bool = True,
+        allow_pickle: bool = False,
+        prefix: str | None = None,
     ) -> dict[str, Any]:
-        """Load the file that :meth:`save_checkpoint`, or ONNX Runtime's ORTTrainer, has written.
+        """Load the file that :meth:`save_checkpoint`, ONNX Runtime's ORTTrainer, or Lightning has written.
+
+        Of a Lightning checkpoint, which must have been written under ``strategy="ort"``, weights, optimizer states,
+        counters and the loss scale are taken over. All else is kept and written into files of
+        :meth:`save_checkpoint`, for Lightning to go on from them.
 
         Args:
             *paths: the file, or all files of a training on several devices.
             strict: see :meth:`load_state_dict`.
-            allow_pickle: accept ``user_dict`` of a file of ONNX Runtime's, which is pickled. Unpickling executes
-                whatever the author of a file put into it.
+            allow_pickle: accept ``user_dict`` of a file of ONNX Runtime's, which is pickled, and objects among the
+                hyper-parameters of a Lightning checkpoint. Unpickling executes whatever the author of a file put into
+                it.
+            prefix: what the names of a Lightning checkpoint begin with where this trainer's have none, such as
+                ``"net."``; needed only where more than one would fit.
 
         Returns:
-            The ``user_dict`` that was saved.
+            The ``user_dict`` that was saved; of a Lightning checkpoint its ``epoch`` and ``global_step``.
 
         Raises:
-            IndexError: no file is named.
             ValueError: no HDF5 file, or ``user_dict`` is pickled.
+            CheckpointError: a Lightning checkpoint that is damaged, or whose names or optimizer do not fit.
             KeyError: no checkpoint of an ORTTrainer.
             OSError: the file is damaged.
             AssertionError: more or fewer files than the checkpoint has, or another optimizer's.
             RuntimeError: see :meth:`load_state_dict`.
         """
-        state, user_dict = checkpoint.read_all(paths, allow_pickle=allow_pickle)
+        if len(paths) == 1 and lightning_files.is_lightning(paths[0]):
+            found = lightning_files.read(paths[0], allow_pickle=allow_pickle)
+            state, rest = to_trainer(found, self._weights, self._optimizer.names(), prefix, paths[0])
+            user_dict = {key: found[key] for key in ("epoch", "global_step")}
+            kept = lightning_files.pack(rest)
+        else:
+            state, user_dict = checkpoint.read_all(paths, allow_pickle=allow_pickle)
+            kept = state.pop(checkpoint.LIGHTNING, {})
         self.load_state_dict(state, strict=strict)
+        self._lightning = kept
         return user_dict
 
 

@@ -1,0 +1,139 @@
+"""Loading a checkpoint into a Trainer, or leaving the Trainer as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.loops.loop import _Loop  # private, as all loops are
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_ort.checkpoints.checkpoint_io import TrainerFile
+from lightning_ort.checkpoints.to_lightning import Translation
+from lightning_ort.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+__all__ = ["Restoring"]
+
+# how torch executes an update; a state without them loads all the same
+_EXECUTION = {"foreach", "fused", "capturable", "differentiable", "maximize", "decoupled_weight_decay"}
+
+# states that have the shape of their parameter
+_SHAPED = ("exp_", "max_exp_", "momentum", "square_avg")
+
+
+class Restoring:
+    """One load of a checkpoint, from reading it to the first step.
+
+    Lightning loads weights and callbacks before there are optimizers that the rest could be compared with. So what was
+    is kept until the stage starts, and put back if anything fails before that.
+
+    Args:
+        module: the LightningModule; its trainer is asked for the rest.
+        checkpoint: what was read.
+        weights_only: see ``torch.load``.
+
+    Raises:
+        CheckpointError: a file of an ORTTrainer does not fit the module.
+
+    Attributes:
+        checkpoint: what Lightning is to load.
+    """
+
+    def __init__(self, module: pl.LightningModule, checkpoint: dict[str, Any], weights_only: bool | None) -> None:
+        self._trainer, self._module = module.trainer, module
+        self._translation: Translation | None = None
+        self.checkpoint = checkpoint
+        if isinstance(checkpoint, TrainerFile):
+            self._translation = Translation(checkpoint, module, weights_only)
+            self.checkpoint = self._translation.checkpoint
+        self._tensors = {n: t.clone() for n, t in module.state_dict().items() if isinstance(t, Tensor)}
+        trainer: Any = self._trainer  # Lightning sets these two where type checkers do not look
+        stateful = [*trainer.callbacks, trainer.precision_plugin]
+        if trainer.datamodule is not None:
+            stateful.append(trainer.datamodule)
+        self._states = [(part, copy.deepcopy(part.state_dict())) for part in stateful]
+        self._loops = copy.deepcopy(self._trainer.fit_loop.state_dict())
+
+    def complete(self, optimizers: Sequence[Optimizer]) -> None:
+        """Call when optimizers have been made, before Lightning loads their states.
+
+        Raises:
+            CheckpointError: a file of an ORTTrainer is of another optimizer.
+        """
+        if self._translation is not None:
+            self._translation.complete(self._trainer, optimizers)
+
+    def check(self, optimizers: Sequence[Optimizer]) -> None:
+        """Compare the optimizer states that Lightning is about to load.
+
+        Raises:
+            CheckpointError: their number, class, groups or shapes are others.
+        """
+        saved = self.checkpoint["optimizer_states"]
+        if len(saved) != len(optimizers):
+            raise CheckpointError(
+                f"the checkpoint has states of {len(saved)} optimizers, but configure_optimizers returned "
+                f"{len(optimizers)}."
+            )
+        for optimizer, state in zip(optimizers, saved, strict=True):
+            problem = _mismatch(optimizer, state)
+            if problem:
+                raise CheckpointError(
+                    f"the checkpoint's optimizer state is not that of {type(optimizer).__name__}: {problem}. Use the "
+                    "optimizer that the checkpoint was written with; to begin with its weights alone, "
+                    "load_from_checkpoint."
+                )
+
+    def advance(self) -> None:
+        """Call when optimizer states have been loaded."""
+        if self._translation is not None:
+            self._translation.advance(self._trainer)
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Put module, callbacks, data module, precision plug-in and loops back."""
+        # Lightning would load what it still holds at the next fit, even if that is given no checkpoint
+        self.checkpoint.clear()
+        for name, tensor in self._module.state_dict().items():
+            if name in self._tensors:
+                tensor.copy_(self._tensors[name])
+        for part, state in self._states:
+            if state:
+                part.load_state_dict(state)
+        if self._trainer.fit_loop.state_dict() != self._loops:
+            self._trainer.fit_loop.load_state_dict(self._loops)
+            _not_restarting(self._trainer.fit_loop)
+
+
+def _not_restarting(loop: _Loop) -> None:
+    """Loops that were loaded with a state take the next run for its continuation, and have no public way out of it."""
+    for child in vars(loop).values():
+        if isinstance(child, _Loop):
+            _not_restarting(child)
+    loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
+
+
+def _mismatch(optimizer: Optimizer, saved: Mapping[str, Any]) -> str:
+    own = optimizer.state_dict()["param_groups"]
+    groups = saved.get("param_groups", [])
+    sizes = [len(group["params"]) for group in groups]
+    if sizes != [len(group["params"]) for group in own]:
+        return f"its groups have {sizes} parameters, expected {[len(group['params']) for group in own]}"
+    for group in groups:
+        lacking = [key for key in optimizer.defaults if key not in group and key not in _EXECUTION]
+        if lacking:
+            return f"it has no {', '.join(lacking)}, but {', '.join(k for k in group if k != 'params')}"
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for i, p in enumerate(params):
+        for key, value in saved.get("state", {}).get(i, {}).items():
+            # numbers, such as the step, are tensors without dimensions
+            shaped = isinstance(value, Tensor) and value.dim() and key.startswith(_SHAPED)
+            if shaped and value.shape != p.shape:
+                return f"{key} of parameter {i} is {list(value.shape)}, expected {list(p.shape)}"
+    return ""
