@@ -14,7 +14,7 @@ from lightning_ort.compiler.numbers import is_number
 from lightning_ort.compiler.plan import Fallback, Plan
 from lightning_ort.compiler.sizes import Sizes, UnknownSize
 from lightning_ort.compiler.trace import Traced, Untraceable
-from lightning_ort.compiler.widen import Widening
+from lightning_ort.compiler.widen import Widening, half_types
 from lightning_ort.runtime.session import RuntimeConfig
 
 __all__ = ["Executable"]
@@ -40,7 +40,7 @@ class Executable:
         gradients: (input number, position) of the gradients that exist; a position that occurs again, or that is an
             output as well, is marked by ``shared``.
         shared: input numbers whose gradient must be copied before it is handed out.
-        widened: how many 16-bit operators compute in float32.
+        widened: how many 16-bit operators compute in float32, because no execution provider has 16-bit kernels.
         finite: position of the bool scalar that says whether all gradients are finite, where the loss is scaled.
         half: the 16-bit types that the graph rounds to.
     """
@@ -48,8 +48,10 @@ class Executable:
     def __init__(
         self, traced: Traced, config: RuntimeConfig, device: torch.device, extra: Sequence[fx.Node] = ()
     ) -> None:
-        widening = Widening(traced)
-        self.widened, self.half = widening.count, widening.dtypes
+        self.half = half_types(traced.graph)
+        native = config.in_bfloat16() if self.half == {torch.bfloat16} else None
+        widening = Widening(traced, rounded=native is None)
+        self.widened, config = (widening.count, config) if native is None else (0, native)
         extra = [widening.result(n) for n in extra]
         inputs = [*traced.inputs, *traced.tangents.values(), *traced.draws]
         tensors = [o for o in traced.outputs if isinstance(o, fx.Node) and not is_number(o)]

@@ -12,7 +12,7 @@ from torch import fx
 
 from lightning_ort.compiler.trace import Traced
 
-__all__ = ["Widening"]
+__all__ = ["Widening", "half_types"]
 
 aten = torch.ops.aten
 
@@ -35,6 +35,11 @@ _EXACT = {
 }  # fmt: skip
 
 
+def half_types(graph: fx.Graph) -> set[torch.dtype]:
+    """The 16-bit floating-point types that occur in ``graph``."""
+    return {n.meta["val"].dtype for n in graph.nodes if _is_half(n.meta.get("val"))}
+
+
 class Widening:
     """Rewrites ``traced`` so that all of its 16-bit operators compute in float32.
 
@@ -43,17 +48,16 @@ class Widening:
 
     Args:
         traced: the graph, changed in place.
+        rounded: round each result; where the execution provider computes in 16 bits by itself, that is not wanted.
 
     Attributes:
         count: how many operators were rewritten.
-        dtypes: the 16-bit types that there were.
     """
 
-    def __init__(self, traced: Traced) -> None:
-        self.count = 0
+    def __init__(self, traced: Traced, *, rounded: bool = True) -> None:
+        self.count, self._rounded = 0, rounded
         self._graph = traced.graph
         self._half = {n: n.meta["val"].dtype for n in self._graph.nodes if _is_half(n.meta.get("val"))}
-        self.dtypes = set(self._half.values())
         self._narrow: dict[fx.Node, fx.Node] = {}
         self._wide: dict[fx.Node, fx.Node] = {}
         self._replaced: dict[fx.Node, fx.Node] = {}
@@ -84,13 +88,15 @@ class Widening:
         self._map(node, self._wide_of)
         if node.target is aten._to_copy.default:
             (source,) = node.args
-            if node in self._half:
+            if node in self._half and not self._rounded and source.meta["val"].dtype == torch.float32:
+                self._wide[node] = source
+            elif node in self._half:
                 self._narrow[node] = node
             elif node.meta["val"].dtype == source.meta["val"].dtype == torch.float32:
                 self._replaced[node] = source
             return
         self.count += node.target is not operator.getitem
-        exact = (node.args[0] if node.target is operator.getitem else node).target in _EXACT
+        exact = not self._rounded or (node.args[0] if node.target is operator.getitem else node).target in _EXACT
         node.args, node.kwargs = pytree.tree_map(_wide_type, (node.args, dict(node.kwargs)))
         node.meta["val"] = pytree.tree_map(_wide_fake, node.meta["val"])
         if node in self._half and exact:
@@ -106,16 +112,20 @@ class Widening:
         """The 16-bit tensor."""
         if node not in self._narrow:
             given = node.op in ("placeholder", "get_attr")
-            self._narrow[node] = node if given else self._cast(node, self._half[node], node)
+            wide = self._wide.get(node, node)
+            self._narrow[node] = node if given else self._cast(wide, self._half[node], self._behind(wide))
         return self._narrow[node]
 
     def _wide_of(self, node: fx.Node) -> fx.Node:
         """Its values as float32."""
         if node not in self._wide:
             narrow = self._narrow_of(node)
-            after = self._last_input[0] if node.op == "placeholder" else narrow
-            self._wide[node] = self._cast(narrow, torch.float32, after)
+            self._wide[node] = self._cast(narrow, torch.float32, self._behind(narrow))
         return self._wide[node]
+
+    def _behind(self, node: fx.Node) -> fx.Node:
+        """Where a cast of ``node`` may stand."""
+        return self._last_input[0] if node.op == "placeholder" else node
 
     def _cast(self, node: fx.Node, dtype: torch.dtype, after: fx.Node) -> fx.Node:
         with self._graph.inserting_after(after):

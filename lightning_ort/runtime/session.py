@@ -11,7 +11,7 @@ import onnxruntime
 import torch
 
 from lightning_ort.errors import ProviderError
-from lightning_ort.runtime.bfloat16 import bind_bfloat16
+from lightning_ort.runtime.bfloat16 import bind_bfloat16, options_for_bfloat16
 from lightning_ort.runtime.dtypes import NUMPY
 from lightning_ort.runtime.providers import choose_providers
 
@@ -49,6 +49,11 @@ class RuntimeConfig:
     session_options: onnxruntime.SessionOptions | Mapping[str, Any] | None = None
     placement: Placement = "fastest"
     on_session: Callable[[OrtSession, bytes], None] | None = None
+
+    def in_bfloat16(self) -> RuntimeConfig | None:
+        """The same for graphs that may compute in bfloat16, or ``None`` if no provider here has kernels for that."""
+        options = options_for_bfloat16(self.providers, self.provider_options)
+        return None if options is None else dataclasses.replace(self, provider_options=options)
 
     def make_session_options(self, *, threads: int | None = None) -> onnxruntime.SessionOptions:
         """Defaults of this package, overridden by what the user set.
