@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from ondevice_wheel import WHEEL
 
 from benchmarks.__main__ import main
 from benchmarks.measure import Settings, measure
 from benchmarks.models import MODELS, load
+from benchmarks.ondevice import main as ondevice
 from benchmarks.overhead import measure_overhead
 from benchmarks.table import markdown
 
@@ -87,3 +89,11 @@ def test_overhead_is_split_into_parts():
     parts = measure_overhead(steps=5, warmup_steps=2)
     assert set(parts) == {"run", "call", "backward"}
     assert min(parts.values()) > 0
+
+
+def test_ondevice_command_measures_the_contestants_in_turns(capsys):
+    results = ondevice(["--models", "mlp", "--rounds", "1"])
+    assert {"lightning_ort", "eager, fused AdamW"} <= set(results["mlp"])
+    assert ("onnxruntime" in results["mlp"]) == WHEEL
+    assert all(0 < value < 1e6 for value in results["mlp"].values())
+    assert "lightning_ort" in capsys.readouterr().out
