@@ -25,6 +25,7 @@ from lightning_ort.strategy import ORTStrategy
 
 if TYPE_CHECKING:
     from lightning_ort import amp, ondevice, optim
+    from lightning_ort.examination import Examination, examine
     from lightning_ort.export import ExportedModel, ORTExport, export_onnx
     from lightning_ort.onnx_gradients import GradientGraphBuilder
     from lightning_ort.onnx_training import TrainingParameters, TrainingSession
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointError",
     "CompilationError",
+    "Examination",
     "ExportError",
     "ExportedModel",
     "GradientGraphBuilder",
@@ -53,6 +55,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "amp",
+    "examine",
     "export_onnx",
     "ondevice",
     "optim",
@@ -63,6 +66,7 @@ _MODULES = {"amp": "lightning_ort.amp", "ondevice": "lightning_ort.ondevice", "o
 _CLASSES = dict.fromkeys(("ORTTrainer", "ORTTrainerOptions", "TrainStepInfo"), "lightning_ort.trainer")
 _CLASSES |= dict.fromkeys(("TrainingParameters", "TrainingSession"), "lightning_ort.onnx_training")
 _CLASSES |= dict.fromkeys(("ExportedModel", "ORTExport", "export_onnx"), "lightning_ort.export")
+_CLASSES |= dict.fromkeys(("Examination", "examine"), "lightning_ort.examination")
 _CLASSES["GradientGraphBuilder"] = "lightning_ort.onnx_gradients"
 
 

@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,7 +54,15 @@ _DISTRIBUTIONS = (
 
 
 class OnnxRuntimeImportError(ImportError):
-    """ONNX Runtime is installed but cannot be imported; base class of all errors about the installation."""
+    """ONNX Runtime is installed but cannot be imported; base class of all errors about the installation.
+
+    Attributes:
+        remedies: commands of which any one mends it.
+    """
+
+    def __init__(self, message: str, remedies: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.remedies = tuple(remedies)
 
 
 class OnnxRuntimeNotFoundError(OnnxRuntimeImportError):
@@ -103,17 +112,19 @@ def require_onnxruntime() -> OnnxRuntime:
     spec = importlib.util.find_spec("onnxruntime")
     installed = _installed_in(None if spec is None else spec.submodule_search_locations)
     if len(installed) > 1:
-        raise OnnxRuntimeConflictError(_describe_clash(installed))
+        raise OnnxRuntimeConflictError(_describe_clash(installed), _one_of(installed))
     if spec is None or spec.origin is None:
         if installed:
             raise OnnxRuntimeConflictError(
                 f"{_pinned(installed[0])} is registered as installed but its files are missing, as happens when "
-                f"another ONNX Runtime is uninstalled from the same folder. {_reinstall(installed)}"
+                f"another ONNX Runtime is uninstalled from the same folder. {_reinstall(installed)}",
+                [_command(installed)],
             )
         raise OnnxRuntimeNotFoundError(
             f"lightning_ort needs ONNX Runtime {MINIMUM_VERSION} or later, but none is installed. Install exactly one "
             'of its distributions, for example: pip install "lightning-ort[cpu]" (or [stock], or [cuda] for NVIDIA '
-            "GPUs)."
+            "GPUs).",
+            [f'pip install "onnxruntime>={MINIMUM_VERSION}"', f'pip install "onnxruntime-gpu>={MINIMUM_VERSION}"'],
         )
     try:
         module = importlib.import_module("onnxruntime")
@@ -121,18 +132,22 @@ def require_onnxruntime() -> OnnxRuntime:
         providers = tuple(module.get_available_providers())
     except (ImportError, AttributeError) as error:
         raise OnnxRuntimeImportError(
-            f"ONNX Runtime is installed in {_folder(spec.origin)} but does not work: {error}. {_reinstall(installed)}"
+            f"ONNX Runtime is installed in {_folder(spec.origin)} but does not work: {error}. {_reinstall(installed)}",
+            [_command(installed)],
         ) from error
     if installed and _release(version) != _release(installed[0].version):
         raise OnnxRuntimeConflictError(
             f"{_pinned(installed[0])} is registered as installed, but the files in {_folder(spec.origin)} are those of "
-            f"version {version}: another ONNX Runtime was installed over them. {_reinstall(installed)}"
+            f"version {version}: another ONNX Runtime was installed over them. {_reinstall(installed)}",
+            [_command(installed)],
         )
     if Version(version) < Version(MINIMUM_VERSION):
         name = _name(installed[0]) if installed else "onnxruntime"
+        command = f'pip install --upgrade "{name}>={MINIMUM_VERSION}"'
         raise OnnxRuntimeTooOldError(
             f"lightning_ort needs ONNX Runtime {MINIMUM_VERSION} or later, but {name} {version} is installed. "
-            f'Upgrade it: pip install --upgrade "{name}>={MINIMUM_VERSION}"'
+            f"Upgrade it: {command}",
+            [command],
         )
     return OnnxRuntime(_name(installed[0]) if installed else None, version, providers)
 
@@ -165,9 +180,19 @@ def _describe_clash(installed: list[importlib.metadata.Distribution]) -> str:
     )
 
 
-def _reinstall(installed: list[importlib.metadata.Distribution]) -> str:
+def _one_of(installed: list[importlib.metadata.Distribution]) -> list[str]:
+    """Per distribution the command that leaves it alone."""
+    removal = f"pip uninstall --yes {' '.join(map(_name, installed))}"
+    return [f"{removal} && {_command([each])}" for each in installed]
+
+
+def _command(installed: list[importlib.metadata.Distribution]) -> str:
     what = _pinned(installed[0]) if installed else "onnxruntime"
-    return f"Install it afresh: pip install --force-reinstall --no-deps {what}"
+    return f"pip install --force-reinstall --no-deps {what}"
+
+
+def _reinstall(installed: list[importlib.metadata.Distribution]) -> str:
+    return f"Install it afresh: {_command(installed)}"
 
 
 def _name(distribution: importlib.metadata.Distribution) -> str:

@@ -56,6 +56,14 @@ class StepReport:
     widened: int = 0
     compile_seconds: float = 0.0
 
+    @property
+    def all_in_ort(self) -> bool:
+        """Whether it ran in ONNX Runtime, and nothing of it in torch for want of support.
+
+        Between graphs there may be plain Python, and operators that torch was preferred for do not count.
+        """
+        return self.graphs > 0 and not self.in_torch
+
 
 class Report(Mapping[str, StepReport]):
     """Step function name to its :class:`StepReport`; ``str(report)`` is a table."""

@@ -1,11 +1,18 @@
-"""LightningCLI: the strategy by name, by class path, and from a YAML file."""
+"""LightningCLI with the strategy by name, by class path and from a file; the command ``lightning-ort``."""
 
 from __future__ import annotations
 
+import os
+import pkgutil
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningCLI
-from modules import Classifier, TableData
+from modules import Classifier, TableData, table
 from parity import STRATEGY, assert_in_ort, assert_same_metrics, assert_same_state, needs_ort, quiet, state_of
 
 pytest.importorskip("jsonargparse")
@@ -99,3 +106,134 @@ def test_validate_subcommand():
     ]
     assert results[0]["val_loss"] > 0.5
     assert_same_metrics(*results)
+
+
+# -- the command lightning-ort -------------------------------------------------------------------------------------
+
+CLASSES = ["--model=modules.Classifier", "--data=modules.TableData"]
+
+
+def call(*arguments: str) -> int:
+    from lightning_ort.cli import main
+
+    torch._dynamo.reset()
+    with quiet():
+        return main(list(arguments))
+
+
+@needs_ort
+def test_command_trains_with_ort_by_default(eager, tmp_path):
+    """Callbacks and plug-ins of this package are named without their modules."""
+    from lightning_ort.cli import ORTCLI
+
+    torch._dynamo.reset()
+    callback = ["--trainer.callbacks+=ORTExport", f"--trainer.callbacks.path={tmp_path / 'm.onnx'}"]
+    callback.append("--trainer.callbacks.dynamic={x: {0: rows}}")
+    plugin = ["--trainer.plugins+=ORTPrecision", "--trainer.plugins.precision=32-true"]
+    with quiet():
+        cli = ORTCLI(args=["fit", *CLASSES, *QUIET, *callback, *plugin], save_config_callback=None)
+    assert cli.status == 0 and type(cli.trainer.precision_plugin).__name__ == "ORTPrecision"
+    assert_same(eager, cli)
+    (export,) = (c for c in cli.trainer.callbacks if type(c).__name__ == "ORTExport")
+    assert export.exported.inputs == {"x": ("rows", 12)} and export.exported.path == tmp_path / "m.onnx"
+
+
+class PartlyInTorch(Classifier):
+    """Whose validation needs an operator that ONNX cannot express."""
+
+    def validation_step(self, batch, batch_idx):
+        x, _ = batch
+        self.log("val_loss", torch.linalg.qr(self(x))[1].abs().mean())
+
+
+class Fails(Classifier):
+    def training_step(self, batch, batch_idx):
+        raise KeyError("weights")
+
+
+@needs_ort
+def test_examine_finds_nothing(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    logger = ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=logs", "--trainer.callbacks+=ORTExport"]
+    assert call("examine", *CLASSES, *logger, "--trainer.strategy=auto", "--trainer.max_steps=50") == 0
+    printed = capsys.readouterr().out
+    for name in ("training_step", "validation_step", "test_step", "predict_step"):
+        assert f"{name}: all of it runs in ONNX Runtime" in printed
+    assert "graph break: metrics are plain Python" in printed
+    assert os.listdir(tmp_path) == []
+
+
+@needs_ort
+def test_examine_says_what_stays_in_torch_and_why(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"state_dict": Classifier().state_dict()}, "w.ckpt")
+    flags = ["--trainer.strategy=lightning_ort.ORTStrategy", "--trainer.strategy.on_unsupported=error"]
+    model = ["--model=test_cli.PartlyInTorch", "--data=modules.TableData", "--ckpt_path=w.ckpt"]
+    assert call("examine", *model, *flags) == 1
+    printed = capsys.readouterr().out
+    assert "training_step: all of it runs in ONNX Runtime" in printed
+    assert "validation_step: a part of it runs in torch, see above" in printed
+    assert "in torch: aten.linalg_qr" in printed and "test_cli.py" in printed
+    assert os.listdir(tmp_path) == ["w.ckpt"]
+
+
+@needs_ort
+def test_examine_of_a_step_that_fails(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert call("examine", "--model=test_cli.Fails", "--data=modules.TableData") == 2
+    assert "KeyError: 'weights'" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == []
+
+
+@needs_ort
+def test_examine_from_python_leaves_the_module(tmp_path, monkeypatch):
+    from lightning_ort import examine
+
+    monkeypatch.chdir(tmp_path)
+
+    class Small(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(12, 4)
+
+        def training_step(self, batch, batch_idx):
+            return self.layer(batch[0]).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    module = Small()
+    before = state_of(module)
+    with quiet():
+        found = examine(module, train_dataloaders=table(), accelerator="cpu")
+    assert list(found.report) == ["training_step"] and found.report["training_step"].graphs == 1 and found.all_in_ort
+    assert found.left_out == {
+        "validation_step": "the module has none",
+        "test_step": "the module has none",
+        "predict_step": "there is no predict_dataloader",
+    }
+    assert "predict_step: not examined, there is no predict_dataloader" in str(found)
+    assert_same_state(before, state_of(module), 0.0)
+    assert module.layer.weight.grad is None and os.listdir(tmp_path) == []
+
+
+def test_command_without_its_parser(monkeypatch, capsys):
+    import lightning.pytorch.cli as module
+
+    absent = type("Absent", (SimpleNamespace,), {"__bool__": lambda self: False})(requirement="jsonargparse[x]>=4")
+    monkeypatch.setattr(module, "_JSONARGPARSE_SIGNATURES_AVAILABLE", absent)
+    assert call("fit", "--config=no.yaml") == 2
+    assert (
+        'needs jsonargparse[x]>=4, which is not installed: pip install "jsonargparse[x]>=4"' in capsys.readouterr().err
+    )
+
+
+def test_version(capsys):
+    import lightning_ort
+    from lightning_ort.cli import main
+
+    project = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    (target,) = re.findall(r'^lightning-ort = "(.+)"$', project, re.MULTILINE)
+    assert pkgutil.resolve_name(target) is main
+    assert call("--version") == 0
+    assert capsys.readouterr().out == f"{lightning_ort.__version__}\n"

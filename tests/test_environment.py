@@ -148,6 +148,7 @@ def test_none_installed(site):
 
     assert "1.19 or later, but none is installed" in str(raised.value)
     assert 'pip install "lightning-ort[cpu]"' in str(raised.value)
+    assert raised.value.remedies == ('pip install "onnxruntime>=1.19"', 'pip install "onnxruntime-gpu>=1.19"')
 
 
 def test_two_installed(site):
@@ -165,6 +166,8 @@ def test_two_installed(site):
     assert "pip uninstall --yes onnxruntime onnxruntime-training-cpu" in message
     assert "pip install --force-reinstall --no-deps onnxruntime==1.31.1" in message
     assert "pip install --force-reinstall --no-deps onnxruntime-training-cpu==1.19.2" in message
+    removal = "pip uninstall --yes onnxruntime onnxruntime-training-cpu && pip install --force-reinstall --no-deps"
+    assert raised.value.remedies == (f"{removal} onnxruntime==1.31.1", f"{removal} onnxruntime-training-cpu==1.19.2")
 
 
 def test_files_of_another_version(site):
@@ -177,7 +180,8 @@ def test_files_of_another_version(site):
     message = str(raised.value)
     assert "onnxruntime==1.31.1 is registered" in message
     assert "are those of version 1.19.2" in message
-    assert "pip install --force-reinstall --no-deps onnxruntime==1.31.1" in message
+    (remedy,) = raised.value.remedies
+    assert remedy == "pip install --force-reinstall --no-deps onnxruntime==1.31.1" and remedy in message
 
 
 @pytest.mark.parametrize("remains", [(), ("capi/_pybind_state.py",)], ids=["nothing", "other files"])
@@ -191,7 +195,8 @@ def test_files_removed_by_uninstalling_another(site, remains):
         require_onnxruntime()
 
     assert "its files are missing" in str(raised.value)
-    assert "pip install --force-reinstall --no-deps onnxruntime==1.31.1" in str(raised.value)
+    (remedy,) = raised.value.remedies
+    assert remedy == "pip install --force-reinstall --no-deps onnxruntime==1.31.1" and remedy in str(raised.value)
 
 
 def test_leftover_folder_of_an_uninstalled_distribution(site):
@@ -210,7 +215,9 @@ def test_a_module_that_does_not_work(site, source):
         require_onnxruntime()
 
     assert "does not work" in str(raised.value)
-    assert "pip install --force-reinstall --no-deps onnxruntime-training==1.19.2" in str(raised.value)
+    (remedy,) = raised.value.remedies
+    assert remedy == "pip install --force-reinstall --no-deps onnxruntime-training==1.19.2"
+    assert remedy in str(raised.value)
     assert str(raised.value.__cause__) in str(raised.value)
 
 
@@ -223,6 +230,7 @@ def test_too_old(site, version):
 
     assert f"1.19 or later, but onnxruntime-gpu {version} is installed" in str(raised.value)
     assert 'pip install --upgrade "onnxruntime-gpu>=1.19"' in str(raised.value)
+    assert raised.value.remedies == ('pip install --upgrade "onnxruntime-gpu>=1.19"',)
 
 
 def test_every_error_is_an_import_error():

@@ -1,0 +1,1 @@
+"""A project that trains in ONNX Runtime: data, model, and nothing about how or where they are trained."""
