@@ -199,3 +199,60 @@ def test_what_the_api_cannot_train_is_refused(tmp_path):
         UnsupportedError, match=r"training_model.onnx': .*\n.*com\.microsoft\.BiasGelu \(node '/Relu'\)"
     ):
         Module(tmp_path / "training_model.onnx", state)
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.w_grad = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.w + self.w_grad).square().mean()
+
+
+class Reserved(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+
+    def forward(self, lazy_reset_grad: Tensor) -> Tensor:
+        return super().forward(lazy_reset_grad).square().mean()
+
+
+def test_names_that_mean_something_else_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="'w_grad': a parameter or an input is called like a gradient"):
+        artifacts(Named(), tmp_path, (torch.ones(2, 3),), None)
+    with pytest.raises(UnsupportedError, match="Input 'lazy_reset_grad' is called like"):
+        artifacts(Reserved(), tmp_path, (torch.ones(2, 3),), None)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Tied(nn.Module):
+    """A layer that is used twice, one that is frozen, a scalar and a parameter without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(5, 5), nn.Linear(5, 4).requires_grad_(False)
+        self.scale, self.unused = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.ones(3))
+        self.other = self.layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.scale * self.other(torch.tanh(self.layer(x))))
+
+
+@needs_wheel
+def test_weighted_means_and_unusual_parameters(tmp_path):
+    torch.manual_seed(0)
+    network, x, y = Tied(), torch.randn(6, 5), torch.randint(0, 4, (6,))
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([0.1, 0.2, 0.3, 0.4]))
+    folder = artifacts(network, tmp_path, (x, y), loss, optimizer=OptimizerConfig("SGD", 0.1))
+    training = WheelTraining(folder)
+    training.optimizer.set_learning_rate(0.1)
+    reference = torch.optim.SGD(network.parameters(), 0.1)
+    for _ in range(5):
+        value = loss(network(x), y)
+        reference.zero_grad()
+        value.backward()
+        reference.step()
+        np.testing.assert_allclose(training.step(x.numpy(), y.numpy()), value.item(), rtol=0, atol=1e-6)
+    for name, parameter in network.named_parameters():
+        np.testing.assert_allclose(training.data()[name], parameter.detach().numpy(), rtol=0, atol=1e-6)

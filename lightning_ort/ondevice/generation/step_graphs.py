@@ -30,8 +30,16 @@ def training_graph(forward: ModuleForward, trained: Sequence[str]) -> tuple[Step
         The graph, the names of the buffers that change, and whether it draws random numbers.
 
     Raises:
+        ValueError: a tensor is called like the gradient of another one.
         UnsupportedError: an operation without an ONNX form, or sizes that cannot vary.
     """
+    taken = {*forward.input_names, *forward.parameters, *forward.buffers}
+    clash = sorted(taken & {*(f"{n}{GRAD}" for n in trained), *(f"{n}{NEW}" for n in forward.buffers)})
+    if clash:
+        raise ValueError(
+            f"{', '.join(map(repr, clash))}: a parameter or an input is called like a gradient ({GRAD!r}) or a new "
+            f"running statistic ({NEW!r}) of another one; rename it."
+        )
     forward.objective.train()
     loss: list[str] = []
     with no_fast_path():
