@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lightning_ort import amp, ondevice, optim
     from lightning_ort.examination import Examination, examine
     from lightning_ort.export import ExportedModel, ORTExport, export_onnx
+    from lightning_ort.ondevice import ORTArtifacts
     from lightning_ort.onnx_gradients import GradientGraphBuilder
     from lightning_ort.onnx_training import TrainingParameters, TrainingSession
     from lightning_ort.trainer import ORTTrainer, ORTTrainerOptions, TrainStepInfo
@@ -40,6 +41,7 @@ __all__ = [
     "GradientGraphBuilder",
     "MismatchError",
     "ORTAccelerator",
+    "ORTArtifacts",
     "ORTCheckpointIO",
     "ORTExport",
     "ORTPrecision",
@@ -68,6 +70,7 @@ _CLASSES |= dict.fromkeys(("TrainingParameters", "TrainingSession"), "lightning_
 _CLASSES |= dict.fromkeys(("ExportedModel", "ORTExport", "export_onnx"), "lightning_ort.export")
 _CLASSES |= dict.fromkeys(("Examination", "examine"), "lightning_ort.examination")
 _CLASSES["GradientGraphBuilder"] = "lightning_ort.onnx_gradients"
+_CLASSES["ORTArtifacts"] = "lightning_ort.ondevice"
 
 
 def __getattr__(name: str) -> Any:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import onnxruntime
 
     from lightning_ort.export import ExportedModel
+    from lightning_ort.ondevice.flavour import Artifacts
     from lightning_ort.steps import CompiledSteps
 
 __all__ = ["ORTStrategy"]
@@ -336,6 +337,18 @@ class ORTStrategy(SingleDeviceStrategy):
         if self.lightning_module is None:
             raise ValueError("The strategy has no module yet. Export after fit, validate, test or predict.")
         return export_trained(self.lightning_module.trainer, path, sample, **options)
+
+    def export_artifacts(self, artifact_directory: str | os.PathLike[str], **options: Any) -> Artifacts:
+        """Write the module and its optimizer as artifacts for training on a device.
+
+        Arguments, result and errors are those of :func:`~lightning_ort.ondevice.trained.trained_artifacts`, without
+        the Trainer.
+        """
+        from lightning_ort.ondevice.trained import trained_artifacts
+
+        if self.lightning_module is None:
+            raise ValueError("The strategy has no module yet. Export artifacts during or after fit.")
+        return trained_artifacts(self.lightning_module.trainer, artifact_directory, **options)
 
     @classmethod
     @override

@@ -69,18 +69,17 @@ def arguments_of_batch(module: nn.Module, method: str, batch: Any) -> tuple[tupl
     )
 
 
-def first_batch(trainer: pl.Trainer) -> Any:
+def first_batch(trainer: pl.Trainer, *, training: bool = False) -> Any:
     """The first batch of one of the Trainer's loaders, of training last; generators of the loader are put back.
+
+    Args:
+        training: take it from the loader of training only.
 
     Raises:
         ValueError: it has none.
     """
-    loaders = (
-        trainer.predict_dataloaders,
-        trainer.val_dataloaders,
-        trainer.test_dataloaders,
-        trainer.train_dataloader,
-    )
+    others = (trainer.predict_dataloaders, trainer.val_dataloaders, trainer.test_dataloaders)
+    loaders = (*(() if training else others), trainer.train_dataloader)
     for given in loaders:
         loader = given[0] if isinstance(given, (list, tuple)) and given else given
         if loader is None or isinstance(loader, (Mapping, list, tuple)):
@@ -88,6 +87,8 @@ def first_batch(trainer: pl.Trainer) -> Any:
         with _generators_stay(loader):
             for batch in loader:
                 return batch
+    if training:
+        raise ValueError("The Trainer has no loader of training yet to take a batch from. Pass inputs=.")
     raise ValueError(
         "sample: the Trainer has no loader yet to take a batch from. Pass sample=, set module.example_input_array (for "
         "forward), or export after fit, validate, test or predict."

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_ort.environment import require_onnxruntime
 
 if TYPE_CHECKING:
+    from lightning_ort.ondevice.callback import ORTArtifacts
     from lightning_ort.ondevice.checkpoint import CheckpointState, Parameter, Parameters, Properties
     from lightning_ort.ondevice.exchange import copy_from_torch, copy_to_torch
     from lightning_ort.ondevice.generate import generate_artifacts
@@ -20,6 +21,7 @@ __all__ = [
     "CheckpointState",
     "LinearLRScheduler",
     "Module",
+    "ORTArtifacts",
     "Optimizer",
     "OptimizerConfig",
     "Parameter",
@@ -34,6 +36,7 @@ _MODULES = dict.fromkeys(("CheckpointState", "Parameter", "Parameters", "Propert
 _MODULES |= {
     "LinearLRScheduler": "lr_scheduler",
     "Module": "module",
+    "ORTArtifacts": "callback",
     "Optimizer": "optimizer",
     "OptimizerConfig": "optimizers",
     "copy_from_torch": "exchange",

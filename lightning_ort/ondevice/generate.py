@@ -21,6 +21,7 @@ from lightning_ort.ondevice.generation.step_graphs import evaluation_graph, part
 from lightning_ort.ondevice.optimizers import KINDS, OptimizerConfig
 from lightning_ort.ondevice.state import TrainingState
 from lightning_ort.ondevice.step_graph import StepGraph
+from lightning_ort.ondevice.torch_optimizer import config_of, state_of
 
 __all__ = ["generate_artifacts"]
 
@@ -31,7 +32,7 @@ def generate_artifacts(
     *,
     inputs: Any = None,
     loss: str | Callable[..., torch.Tensor] | None = None,
-    optimizer: OptimizerConfig | str | None = "AdamW",
+    optimizer: OptimizerConfig | torch.optim.Optimizer | str | None = "AdamW",
     requires_grad: Sequence[str] | None = None,
     frozen_params: Sequence[str] | None = None,
     clip_grad_norm: float | None = None,
@@ -56,8 +57,10 @@ def generate_artifacts(
             Runtime's ``LossType``), or a function from the results of the model and the targets to a scalar tensor.
             ``None``: the first result of the model is the loss, or ``training_step`` of a LightningModule returns it.
         optimizer: an :class:`OptimizerConfig`, a kind (``"AdamW"``, ``"Adam"``, ``"SGD"``, ``"Lamb"``, or a member of
-            ONNX Runtime's ``OptimType``), or ``None`` for no update.
-        requires_grad: names of the parameters that are trained; by default all that require a gradient.
+            ONNX Runtime's ``OptimType``), a torch optimizer of the module (AdamW, Adam, SGD, or one of
+            ``lightning_ort.optim``), whose moments and number of updates are taken over, or ``None`` for no update.
+        requires_grad: names of the parameters that are trained; by default all that require a gradient, or that a
+            torch optimizer holds.
         frozen_params: names of parameters that are not trained.
         clip_grad_norm: shorthand for that attribute of ``optimizer``.
         flavour: the format of the files.
@@ -90,7 +93,11 @@ def generate_artifacts(
         source = onnx_source(model, inputs, loss, named, loss_input_names)
     if additional_output_names is not None or loss is not None or isinstance(model, LightningModule):
         source.objective.additional = list(additional_output_names or ())
-    artifacts, random = _artifacts(source, _trained(source, requires_grad, frozen_params), config)
+    torch_optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+    artifacts, random = _artifacts(source, _trained(requires_grad, frozen_params, torch_optimizer), config)
+    if torch_optimizer is not None and config is not None:
+        parameters = {n: p for n, p in _named_parameters(source).items() if n in artifacts.state.trained}
+        artifacts.state.optimizer = state_of(torch_optimizer, config, parameters)
     if verify and source.example is not None:
         check_artifacts(artifacts, source, source.example, random=random)
     directory = Path(artifact_directory or ".")
@@ -100,6 +107,8 @@ def generate_artifacts(
 
 
 def _optimizer(optimizer: Any, clip: float | None) -> OptimizerConfig | None:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return config_of(optimizer, clip_grad_norm=clip)
     if optimizer is None:
         if clip is not None:
             raise ValueError("clip_grad_norm was given without an optimizer.")
@@ -113,8 +122,13 @@ def _optimizer(optimizer: Any, clip: float | None) -> OptimizerConfig | None:
     return config if clip is None else dataclasses.replace(config, clip_grad_norm=clip)
 
 
+def _named_parameters(source: Source) -> dict[str, nn.Parameter]:
+    """The user's own, which the copy that is traced shares, by their names."""
+    return {n.removeprefix("model."): p for n, p in source.objective.named_parameters()}
+
+
 def _trained(
-    source: Source, requires_grad: Sequence[str] | None, frozen: Sequence[str] | None
+    requires_grad: Sequence[str] | None, frozen: Sequence[str] | None, optimizer: torch.optim.Optimizer | None
 ) -> Callable[[ModuleForward], list[str]]:
     def choose(forward: ModuleForward) -> list[str]:
         known = list(forward.parameters)
@@ -127,6 +141,10 @@ def _trained(
         if both:
             raise ValueError(f"{both} are both in requires_grad and in frozen_params.")
         wanted = forward.requiring_grad if requires_grad is None else list(requires_grad)
+        if requires_grad is None and optimizer is not None:
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            own = {n.removeprefix("model."): p for n, p in forward.objective.named_parameters()}
+            wanted = [n for n in wanted if id(own.get(n)) in held]
         found = [n for n in known if n in wanted and n not in (frozen or ())]
         if not found:
             raise ValueError("No parameter is trained: none is left by requires_grad and frozen_params.")
