@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -85,18 +86,54 @@ def mlp() -> onnx.ModelProto:
 FEED = {"x": floats(6, 3, seed=3), "t": np.array([0, 1, 2, 3, 3, 0])}
 
 
-def test_gradients_equal_those_of_the_wheels_builder() -> None:
+def wheels_gradients(data: bytes, x: set[str], feed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     wheel = getattr(onnxruntime.capi._pybind_state, "GradientGraphBuilder", None)
     if wheel is None:
         pytest.skip("the training build of ONNX Runtime is not installed")
-    arguments = ({"loss"}, {"w", "b", "v", "x"}, "loss")
-    theirs = wheel(mlp().SerializeToString(), *arguments)
+    theirs = wheel(data, {"loss"}, x, "loss")
     theirs.build()
-    expected = run(theirs.get_model(), FEED)
-    results = run(gradient_model(mlp(), *arguments), FEED)
+    return run(theirs.get_model(), feed)
+
+
+def test_gradients_equal_those_of_the_wheels_builder() -> None:
+    names = {"w", "b", "v", "x"}
+    expected = wheels_gradients(mlp().SerializeToString(), names, FEED)
+    results = run(gradient_model(mlp(), {"loss"}, names, "loss"), FEED)
     assert results.keys() == expected.keys()
     for name in expected:
         np.testing.assert_allclose(results[name], expected[name], rtol=1e-5, atol=1e-6)
+
+
+# operators of the wheel's builder, after the product of x (4, 6, 6) with the weight w (6, 6)
+WHEELS = [
+    "Relu(h)", "LeakyRelu<alpha=0.2>(h)", "Tanh(h)", "Sigmoid(h)", "Erf(h)", "Exp(h)", "Neg(h)", "Sin(h)", "Cos(h)",
+    "Softmax<axis=-1>(h)", "LogSoftmax<axis=-1>(h)", "Sub(h, x)", "Mul(h, x)", "Div(x, e)", "Pow(e, two)", "Sqrt(e)",
+    "Log(e)", "Abs(h)", "Reciprocal(e)", "MatMul(h, h)", "Transpose<perm=[2,0,1]>(h)",
+    "Concat<axis=1>(h, x)", "Slice(h, one, three, axis)", "Gather<axis=1>(h, index)", "GatherElements<axis=0>(h, index3)",
+    "Reshape(h, shape)", "Unsqueeze(h, axis)", "Expand(h, wide)", "Where(c, h, x)", "Min(h, x)", "Max(h, x)",
+    "ReduceMean<axes=[1]>(h)", "ReduceSum(h, axis)", "ReduceLogSumExp<axes=[2]>(h)", "Pad(h, pads)",
+    "MaxPool<kernel_shape=[2]>(h)", "AveragePool<kernel_shape=[2], strides=[2]>(h)", "GlobalAveragePool(h)",
+    "Conv<kernel_shape=[3], pads=[1,1]>(h, k)", "Conv<strides=[2]>(h, k, bias)", "Trilu(h)", "Tile(h, tiles)",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", WHEELS)
+def test_gradients_of_operators_are_those_of_the_wheels_builder(call: str) -> None:
+    text = f"""g (float[4,6,6] x) => (float loss) {{
+        h = MatMul(x, w) p = Mul(h, h) e = Add(p, half) c = Greater(h, x)
+        y = {call} q = Mul(y, y) s = Tanh(q) loss = ReduceMean<keepdims=0>(s) }}"""
+    numbers = {
+        "half": np.float32(0.5), "two": np.float32(2), "one": [1], "three": [3], "axis": [1], "index": [[0, 2], [5, 2]],
+        "index3": np.arange(48).reshape(8, 3, 2) % 4, "shape": [4, -1], "wide": [2, 1, 1, 1], "pads": [0, 1, 0, 0, 0, 2],
+        "tiles": [1, 2, 1], "k": floats(3, 6, 3, seed=5) / 3, "bias": floats(3, seed=6),
+    }  # fmt: skip
+    used = {n: np.asarray(v) for n, v in numbers.items() if re.search(rf"[(, ]{n}[,)]", call + " half)")}
+    model = parse(text, w=floats(6, 6), **used)
+    names, feed = {"w", "x"} | ({"k"} if "k" in used else set()), {"x": floats(4, 6, 6, seed=3)}
+    expected = wheels_gradients(model.SerializeToString(), names, feed)
+    results = run(gradient_model(model, {"loss"}, names, "loss"), feed)
+    for name in names:
+        np.testing.assert_allclose(results[f"{name}_grad"], expected[f"{name}_grad"], rtol=1e-4, atol=1e-6)
 
 
 def test_the_graph_keeps_the_names_of_the_file_and_saves_what_it_returns(tmp_path: Path) -> None:
