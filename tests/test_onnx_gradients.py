@@ -109,8 +109,8 @@ WHEELS = [
     "Relu(h)", "LeakyRelu<alpha=0.2>(h)", "Tanh(h)", "Sigmoid(h)", "Erf(h)", "Exp(h)", "Neg(h)", "Sin(h)", "Cos(h)",
     "Softmax<axis=-1>(h)", "LogSoftmax<axis=-1>(h)", "Sub(h, x)", "Mul(h, x)", "Div(x, e)", "Pow(e, two)", "Sqrt(e)",
     "Log(e)", "Abs(h)", "Reciprocal(e)", "MatMul(h, h)", "Transpose<perm=[2,0,1]>(h)",
-    "Concat<axis=1>(h, x)", "Slice(h, one, three, axis)", "Gather<axis=1>(h, index)", "GatherElements<axis=0>(h, index3)",
-    "Reshape(h, shape)", "Unsqueeze(h, axis)", "Expand(h, wide)", "Where(c, h, x)", "Min(h, x)", "Max(h, x)",
+    "Concat<axis=1>(h, x)", "Slice(h, one, three, axis)", "Gather<axis=1>(h, index)",
+    "GatherElements<axis=0>(h, index3)", "Reshape(h, shape)", "Unsqueeze(h, axis)", "Expand(h, wide)", "Where(c, h, x)", "Min(h, x)", "Max(h, x)",
     "ReduceMean<axes=[1]>(h)", "ReduceSum(h, axis)", "ReduceLogSumExp<axes=[2]>(h)", "Pad(h, pads)",
     "MaxPool<kernel_shape=[2]>(h)", "AveragePool<kernel_shape=[2], strides=[2]>(h)", "GlobalAveragePool(h)",
     "Conv<kernel_shape=[3], pads=[1,1]>(h, k)", "Conv<strides=[2]>(h, k, bias)", "Trilu(h)", "Tile(h, tiles)",
@@ -124,8 +124,8 @@ def test_gradients_of_operators_are_those_of_the_wheels_builder(call: str) -> No
         y = {call} q = Mul(y, y) s = Tanh(q) loss = ReduceMean<keepdims=0>(s) }}"""
     numbers = {
         "half": np.float32(0.5), "two": np.float32(2), "one": [1], "three": [3], "axis": [1], "index": [[0, 2], [5, 2]],
-        "index3": np.arange(48).reshape(8, 3, 2) % 4, "shape": [4, -1], "wide": [2, 1, 1, 1], "pads": [0, 1, 0, 0, 0, 2],
-        "tiles": [1, 2, 1], "k": floats(3, 6, 3, seed=5) / 3, "bias": floats(3, seed=6),
+        "index3": np.arange(48).reshape(8, 3, 2) % 4, "shape": [4, -1], "wide": [2, 1, 1, 1],
+        "pads": [0, 1, 0, 0, 0, 2], "tiles": [1, 2, 1], "k": floats(3, 6, 3, seed=5) / 3, "bias": floats(3, seed=6),
     }  # fmt: skip
     used = {n: np.asarray(v) for n, v in numbers.items() if re.search(rf"[(, ]{n}[,)]", call + " half)")}
     model = parse(text, w=floats(6, 6), **used)
