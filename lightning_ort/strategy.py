@@ -268,6 +268,12 @@ class ORTStrategy(SingleDeviceStrategy):
         super().on_train_start()
 
     @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        # callbacks that try learning rates restore in the middle of a fit
+        self._restoring = None
+        super().on_train_batch_start(batch, batch_idx)
+
+    @override
     def on_validation_start(self) -> None:
         self._restoring = None
         super().on_validation_start()

@@ -67,19 +67,17 @@ class Wrapped(LightningModule):
         return self.net(batch[0])
 
     def configure_optimizers(self):
-        # a large epsilon keeps Adam from amplifying rounding
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02, eps=1e-3, weight_decay=0.1)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 24)
+        # the kernel that ORTTrainer updates by, and learning rates that have no rounding
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02, weight_decay=0.1, fused=True)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-class Cosine(optim.lr_scheduler._LRScheduler):
+class Halving(optim.lr_scheduler._LRScheduler):
     """The same schedule for an ORTTrainer."""
 
     def get_lr(self, info):
-        return [
-            0.01 * (1 + torch.cos(torch.tensor(torch.pi * info.optimization_step / 24, dtype=torch.float64)).item())
-        ]
+        return [0.02 * 0.5 ** (info.optimization_step // 5)]
 
 
 def light_fit(*args, **flags):
@@ -87,7 +85,7 @@ def light_fit(*args, **flags):
     return fit(*args, strategy=Torch(), **flags)
 
 
-CONFIG = partial(optim.AdamConfig, lr=0.02, epsilon=1e-3, lambda_coef=0.1, max_norm_clip=1e9)
+CONFIG = partial(optim.AdamConfig, lr=0.02, lambda_coef=0.1)
 
 
 def make_ort_trainer(model=None, config=None, **sections) -> ORTTrainer:
@@ -95,7 +93,7 @@ def make_ort_trainer(model=None, config=None, **sections) -> ORTTrainer:
         "inputs": [("x", ["b", 12]), ("label", ["b"])],
         "outputs": [("loss", [], True), ("logits", ["b", 4])],
     }
-    sections = {"device": {"id": "cpu"}, "lr_scheduler": Cosine(), **sections}
+    sections = {"device": {"id": "cpu"}, "utils": {"grad_norm_clip": False}, "lr_scheduler": Halving(), **sections}
     options = ORTTrainerOptions(sections)
     return ORTTrainer(model or network(), description, config or CONFIG(), loss_fn=cross_entropy, options=options)
 
@@ -116,15 +114,12 @@ def optimizer_of(run):
     return run.trainer.optimizers[0].state_dict()
 
 
-def assert_same_optimizer(a, b, exactly=True):
+def assert_same_optimizer(a, b):
     a, b = optimizer_of(a), optimizer_of(b)
     assert a["param_groups"] == b["param_groups"]
     assert a["state"].keys() == b["state"].keys()
     for i, state in a["state"].items():
-        if exactly:
-            assert_bits(state, b["state"][i])
-        else:
-            assert_same_state(state, b["state"][i])
+        assert_bits(state, b["state"][i])
 
 
 @pytest.fixture(scope="module")
@@ -161,12 +156,13 @@ def test_cycle_without_steps(whole, half, tmp_path):
 
 
 def test_cycle_with_steps(whole, half, tmp_path):
+    """The third epoch in ORTTrainer: still bit for bit."""
     trainer = through(half / "end.ckpt", tmp_path / "x.h5", epochs=1)
     assert (trainer._train_step_info.step, trainer._train_step_info.optimization_step) == (18, 18)
     rest = fit(Wrapped, table, max_epochs=4, ckpt_path=tmp_path / "x.h5", seed=99)
     assert rest.trainer.global_step == 24 and rest.trainer.current_epoch == 4
-    assert_same_state(state_of(whole.module), state_of(rest.module))
-    assert_same_optimizer(rest, whole, exactly=False)
+    assert_bits(state_of(rest.module), state_of(whole.module))
+    assert_same_optimizer(rest, whole)
 
 
 def test_run_that_began_in_ort_trainer(whole, tmp_path):
@@ -177,8 +173,8 @@ def test_run_that_began_in_ort_trainer(whole, tmp_path):
     trainer.save_checkpoint(tmp_path / "x.h5")
     rest = fit(Wrapped, table, max_epochs=4, ckpt_path=tmp_path / "x.h5", seed=99)
     assert rest.trainer.global_step == 24 and rest.trainer.current_epoch == 4
-    assert_same_state(state_of(whole.module), state_of(rest.module))
-    assert_same_optimizer(rest, whole, exactly=False)
+    assert_bits(state_of(rest.module), state_of(whole.module))
+    assert_same_optimizer(rest, whole)
 
 
 def test_cycle_within_an_epoch(half, tmp_path):
@@ -405,6 +401,17 @@ def test_weights_before_averaging(tmp_path):
     assert torch.equal(trainer.state_dict(True)["3.bias"], found["current_model_state"]["net.3.bias"])
 
 
+def test_weights_alone(tmp_path):
+    """What ModelCheckpoint(save_weights_only=True) writes."""
+    run = light_fit(Wrapped, table, max_epochs=1)
+    run.trainer.save_checkpoint(tmp_path / "x.ckpt", weights_only=True)
+    trainer = make_ort_trainer()
+    with pytest.warns(UserWarning, match="Missing key: optimizer in state_dict"):
+        trainer.load_checkpoint(tmp_path / "x.ckpt")
+    assert_bits(trainer.state_dict(True), run.module.net.state_dict())
+    assert trainer._train_step_info.step == 6
+
+
 # -- loss scale -----------------------------------------------------------------------------------------------------
 
 
@@ -547,7 +554,7 @@ def test_files_that_do_not_fit_change_nothing(files, case):
     assert trainer.callbacks[-1].batches == 0
 
 
-def test_fit_goes_on_after_a_file_that_did_not_light_fit(files):
+def test_fit_goes_on_after_a_file_that_did_not_fit(files):
     """The same trainer and module, from the start: as if nothing had happened."""
     torch.manual_seed(1)
     module = Wrapped()

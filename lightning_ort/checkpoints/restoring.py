@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -57,7 +58,10 @@ class Restoring:
         stateful = [*trainer.callbacks, trainer.precision_plugin]
         if trainer.datamodule is not None:
             stateful.append(trainer.datamodule)
-        self._states = [(part, copy.deepcopy(part.state_dict())) for part in stateful]
+        self._states: list[tuple[Any, Any]] = []
+        for part in stateful:
+            with contextlib.suppress(Exception):  # some have no state before they have been used
+                self._states.append((part, copy.deepcopy(part.state_dict())))
         self._loops = copy.deepcopy(self._trainer.fit_loop.state_dict())
 
     def complete(self, optimizers: Sequence[Optimizer]) -> None:
