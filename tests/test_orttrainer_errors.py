@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -195,6 +196,30 @@ def test_first_call_with_wrong_types_names_the_inputs():
     assert fresh._train_step_info.step == 0
     expected = cross_entropy(make()(X), LABEL).item()
     assert float(fresh.train_step(X, LABEL)[0]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_first_call_with_too_few_inputs_leaves_a_trainer_that_can_begin():
+    fresh = trainer()
+    for args in ((X,), (), ((X, LABEL),)):
+        with pytest.raises(AssertionError, match=r"Missing inputs: |The inputs came as one tuple"):
+            fresh.train_step(*args)
+    assert fresh._train_step_info.step == 0
+    expected = cross_entropy(make()(X), LABEL).item()
+    assert float(fresh.train_step(X, LABEL)[0]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_state_and_checkpoint_before_a_step_hold_the_weights_and_fresh_moments(tmp_path):
+    fresh, module = trainer(ADAM()), make()
+    state = fresh.state_dict()
+    fresh.save_checkpoint(tmp_path / "c.h5")
+    with h5py.File(tmp_path / "c.h5") as file:
+        for name, weight in module.named_parameters():
+            np.testing.assert_array_equal(state["model"]["full_precision"][name], weight.detach())
+            np.testing.assert_array_equal(file["model/full_precision"][name], weight.detach())
+            for moment in ("Moment_1", "Moment_2"):
+                assert state["optimizer"][name][moment].shape == weight.shape
+                assert not state["optimizer"][name][moment].any() and not file["optimizer"][name][moment][()].any()
+        assert file["train_step_info/step"][()] == 0
 
 
 def test_arguments_in_all_forms_are_the_same():
