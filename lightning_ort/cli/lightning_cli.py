@@ -81,6 +81,13 @@ class ORTCLI(LightningCLI):
         return {**found, "examine": found["fit"]}
 
     @override
+    def before_instantiate_classes(self) -> None:
+        if self.subcommand == "examine":
+            # some loggers open a connection as soon as they are made
+            for name, value in (("logger", False), ("callbacks", None), ("profiler", None)):
+                self.config["examine"]["trainer"][name] = value
+
+    @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         if self.subcommand == "examine":
             given = self._get(self.config_init, "trainer", default={})
