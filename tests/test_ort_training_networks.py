@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
+from ondevice_models import rewritten
 from ondevice_networks import NETWORKS, ConvNet
 from ondevice_wheel import DATA, WHEEL, WheelTraining, needs_wheel
 from torch import Tensor, nn
@@ -256,3 +258,48 @@ def test_weighted_means_and_unusual_parameters(tmp_path):
         np.testing.assert_allclose(training.step(x.numpy(), y.numpy()), value.item(), rtol=0, atol=1e-6)
     for name, parameter in network.named_parameters():
         np.testing.assert_allclose(training.data()[name], parameter.detach().numpy(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("config", [
+    OptimizerConfig("AdamW", 0.01, weight_decay=0.1), OptimizerConfig("Adam", 0.01, eps=1e-4),
+    OptimizerConfig("AdamW", 0.01, decay="after", eps=1e-4), OptimizerConfig("AdamW", 0.01, clip_grad_norm=0.5),
+], ids=["adamw", "adam", "after", "clipped"])  # fmt: skip
+def test_large_updates_are_those_of_torch(config, wide, tmp_path):
+    network = copy.deepcopy(wide[0])
+    folder = rewritten(wide[1], tmp_path, config, "ort-training")
+    state, module, optimizer = opened(folder)
+    assert optimizer._fused == (config.clip_grad_norm is None)
+    kind = torch.optim.Adam if config.kind == "Adam" else torch.optim.AdamW
+    # with another use of epsilon: after t updates it is divided by the correction of the second moment
+    reference = kind(network.parameters(), 0.01, eps=config.eps, weight_decay=config.weight_decay)
+    for t in range(1, 6):
+        x, y = torch.randn(6, 5), torch.randint(0, 4, (6,))
+        if config.decay == "after":
+            reference.param_groups[0]["eps"] = config.eps / (1 - 0.999**t) ** 0.5
+        loss = F.cross_entropy(network(x), y)
+        reference.zero_grad()
+        loss.backward()
+        if config.clip_grad_norm is not None:
+            nn.utils.clip_grad_norm_(network.parameters(), config.clip_grad_norm)
+        reference.step()
+        module.lazy_reset_grad()
+        np.testing.assert_allclose(module(x.numpy(), y.numpy()), loss.item(), rtol=0, atol=1e-5)
+        optimizer.step()
+    for name, parameter in network.named_parameters():
+        np.testing.assert_allclose(state.parameters[name].data, parameter.detach().numpy(), rtol=0, atol=1e-5)
+    moments = state.training_state.optimizer.moments
+    for name, parameter in network.named_parameters():
+        torch.testing.assert_close(
+            moments[name]["moment_1"], reference.state[parameter]["exp_avg"], rtol=1e-4, atol=1e-6
+        )
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(5, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 4))
+    inputs = (torch.randn(6, 5), torch.randint(0, 4, (6,)))
+    return network, generate_artifacts(
+        network, tmp_path_factory.mktemp("wide"), inputs=inputs, loss="CrossEntropyLoss", flavour="ort-training",
+        verify=False,
+    )  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_ort.ondevice.state import OptimizerState
-from lightning_ort.updates import SGD, Adam, Decayed, Lamb, Momentum, Rule
+from lightning_ort.updates import SGD, Adam, Decayed, FusedAdam, Lamb, Momentum, Rule
 
 __all__ = ["KINDS", "OptimizerConfig"]
 
@@ -119,12 +119,13 @@ class OptimizerConfig:
         moments = {n: {s: torch.zeros_like(p) for s in self.states} for n, p in trained.items()}
         return OptimizerState(self.kind, self.lr, 0, moments)
 
-    def numbers(self, lr: Any, count: Any) -> tuple[Any, ...]:
+    def numbers(self, lr: Any, count: Any, *, fused: bool = False) -> tuple[Any, ...]:
         """Coefficients of :attr:`rule`.
 
         Args:
             lr: learning rate; a float, or a float64 tensor.
             count: number of this update, from 1; an int, or a float64 tensor.
+            fused: those for :class:`~lightning_ort.updates.FusedAdam`.
         """
         if self.kind == "SGD":
             numbers: tuple[Any, ...] = (lr, self.momentum) if self.momentum else (lr,)
@@ -138,5 +139,6 @@ class OptimizerConfig:
                     ratio_max=self.ratio_max,
                 )
             scaled = self.decay == "before"
-            numbers = Adam.numbers(*common, bias_correction=self.bias_correction, scaled_epsilon=scaled)
+            kernel = FusedAdam if fused else Adam
+            numbers = kernel.numbers(*common, bias_correction=self.bias_correction, scaled_epsilon=scaled)
         return (*numbers, self.weight_decay) if isinstance(self.rule, Decayed) else numbers
