@@ -303,3 +303,32 @@ def wide(tmp_path_factory):
         network, tmp_path_factory.mktemp("wide"), inputs=inputs, loss="CrossEntropyLoss", flavour="ort-training",
         verify=False,
     )  # fmt: skip
+
+
+def test_repeated_calls_give_what_single_ones_give(tmp_path):
+    folder = DATA / "wheel_mlp"
+    _, module, _ = opened(folder)
+    random = np.random.default_rng(0)
+    x, y = random.standard_normal((6, 20), dtype=np.float32), random.integers(0, 10, 6)
+    batches = [(x, y), (x + 1, y), (np.asfortranarray(x - 1), y), (x[:4], y[:4]), (x[1:5], y[:4]), (x, y)]
+    batches += [(torch.from_numpy(x), torch.from_numpy(y)), (x + 2, y)]
+    results, gradients = [], []
+    for a, b in batches:
+        module.lazy_reset_grad()
+        results.append(module(a, b))
+        gradients.append(module.state.parameters["fc2.weight"].grad)
+    for (a, b), result, gradient in zip(batches, results, gradients, strict=True):
+        _, other, _ = opened(folder)
+        # results are not overwritten by later calls
+        np.testing.assert_array_equal(other(a, b), result)
+        np.testing.assert_array_equal(other.state.parameters["fc2.weight"].grad, gradient)
+    module.lazy_reset_grad()
+    module(x, y)
+    module(x + 1, y)
+    np.testing.assert_allclose(
+        module.state.parameters["fc2.weight"].grad, gradients[0] + gradients[1], rtol=0, atol=1e-6
+    )
+    with pytest.raises(ValueError, match=r"is torch\.float64; expected torch\.float32"):
+        module(x.astype(np.float64), y)
+    with pytest.raises(ValueError, match="takes 2 inputs"):
+        module(x)

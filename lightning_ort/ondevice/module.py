@@ -93,6 +93,12 @@ class Module:
         """
         step = self._step()
         self._require_values()
+        if not (self.training and self._accumulates):
+            again = step.again(user_inputs)
+            if again is not None:
+                if self.training:
+                    self._computed()
+                return again[0] if len(again) == 1 else tuple(again)
         inputs = checked(user_inputs, step.graph.inputs)
         if self.training:
             results = self._accumulated(inputs)
@@ -118,9 +124,13 @@ class Module:
             results = self._train(inputs)
             for dtype, flat in self.gradients.flat.items():
                 flat.add_(self._scratch.flat[dtype])
+        self._computed()
+        return results
+
+    def _computed(self) -> None:
+        """There are gradients now."""
         self._accumulates = True
         self.state.gradients = self.gradients.views
-        return results
 
     def train(self, mode: bool = True) -> Module:
         """Let calls be training steps (or evaluations, with ``mode=False``); ``self``."""
