@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import onnx.parser
 import onnx_ir as ir
 import onnxruntime
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 from lightning_ort.runtime.session import RuntimeConfig
-from lightning_ort.updates import SGD, Adam, Lamb, Update
+from lightning_ort.updates import SGD, Adam, Lamb, Momentum, Update
 from lightning_ort.updates import pieces as pieces_module
 from lightning_ort.updates.graph import UpdateGraph
 from lightning_ort.updates.inplace import may_overwrite
@@ -120,18 +122,52 @@ def test_large_tensors_are_cut_and_small_ones_joined(monkeypatch):
     assert [len(p.parts) for p in pieces_of(sizes, groups, elementwise=False)] == [1] * 5
 
 
-def test_parameters_that_do_not_lie_as_their_shape_says():
-    torch.manual_seed(1)
-    straight, g = torch.randn(40, 30), torch.randn(40, 30)
-    turned = straight.t().contiguous().t()
-    assert not turned.is_contiguous()
-    for p in (straight, turned):
-        states = [(torch.zeros(40, 30), torch.zeros(40, 30))]
-        update = Update(Adam("none"), [p], states, [0], RuntimeConfig())
-        for count in (1, 2):
-            update.coefficients[0].copy_(torch.tensor(numbers(Adam("none"), 0.1, count, 0.0)))
-            update.run([g])
-    assert torch.equal(straight, turned)
+def test_however_tensors_lie_in_memory():
+    """Channels last or strided, in parameters, states and gradients alike or not."""
+    layouts = (
+        lambda t: t.clone(),
+        lambda t: t.to(memory_format=torch.channels_last),
+        lambda t: torch.stack([t, t], -1)[..., 0],
+    )
+    start, gradients = torch.randn(2, 3, 4, 5), [torch.randn(2, 3, 4, 5) for _ in range(2)]
+    results = []
+    for number, (of_param, of_state) in enumerate(itertools.product(layouts, repeat=2)):
+        p, states = of_param(start), [of_state(torch.zeros(2, 3, 4, 5)) for _ in range(2)]
+        update = Update(Adam("none"), [p], [states], [0], RuntimeConfig())
+        for count, gradient in enumerate(gradients, 1):
+            update.set_coefficients(0, numbers(Adam("none"), 0.1, count, 0.0))
+            update.run([layouts[(number + count) % 3](gradient)])
+        results.append((p, *states))
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+
+
+def test_a_gradient_may_be_a_weight_or_a_state():
+    p, q, s = torch.randn(50), torch.randn(50), torch.zeros(50)
+    expected = p - 0.1 * q, q - 0.1 * s, q.clone()
+    update = Update(Momentum(), [p, q], [(s,), (torch.zeros(50),)], [0, 0], RuntimeConfig())
+    update.set_coefficients(0, Momentum.numbers(0.1, 0.9))
+    for _ in range(2):  # the second time on what is bound
+        update.run([q, s])
+        assert torch.equal(s, expected[2])
+        torch.testing.assert_close(p, expected[0])
+        torch.testing.assert_close(q, expected[1])
+        expected = p - 0.1 * (0.9 * s + q), q - 0.1 * (0.9 * update._states[1][0] + s), 0.9 * s + q
+
+
+def test_states_are_replaced_without_another_graph():
+    p, g = torch.randn(30), torch.randn(30)
+    update = Update(Momentum(), [p], [(torch.zeros(30),)], [0], RuntimeConfig())
+    update.set_coefficients(0, Momentum.numbers(0.1, 0.9))
+    update.run([g])
+    other, before = torch.randn(30), p.clone()
+    expected = 0.9 * other + g
+    update.use([(other,)])
+    update.run([g])
+    torch.testing.assert_close(other, expected)
+    torch.testing.assert_close(p, before - 0.1 * expected)
+    with pytest.raises(ValueError, match="share memory"):
+        update.use([(p,)])
 
 
 def test_parameters_that_move_are_found():
@@ -197,7 +233,9 @@ def test_unsafe_to_overwrite(name):
 class ReadLater(SGD):
     """A rule whose second result reads the weight that the first replaces."""
 
-    states = ("copy",)
+    @property
+    def states(self):
+        return ("copy",)
 
     def formula(self, param, grad, scale, states, c):
         return param - c["lr"] * grad, states[0] + param

@@ -128,7 +128,7 @@ class OptimizerConfig:
             fused: those for :class:`~lightning_ort.updates.FusedAdam`.
         """
         if self.kind == "SGD":
-            numbers: tuple[Any, ...] = (lr, self.momentum) if self.momentum else (lr,)
+            numbers: tuple[Any, ...] = Momentum.numbers(lr, self.momentum) if self.momentum else (lr,)
         else:
             common = (lr, *self.betas, self.eps, self.weight_decay if self.kind != "Adam" else 0.0, count)
             if self.kind == "Lamb":

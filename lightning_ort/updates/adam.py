@@ -1,4 +1,4 @@
-"""Adam with decoupled weight decay."""
+"""Adam with decoupled weight decay, and its variant with the largest second moment."""
 
 from __future__ import annotations
 
@@ -20,12 +20,17 @@ class Adam(Rule):
 
     Attributes:
         decay: the weight decay is taken from the weight ``"before"`` or ``"after"`` its update, or there is ``"none"``.
+        amsgrad: divide by the root of the largest second moment so far.
     """
 
     decay: Literal["before", "after", "none"] = "before"
+    amsgrad: bool = False
 
-    states = ("moment_1", "moment_2")
     coefficients = ("alpha", "new_1", "beta", "new_2", "epsilon", "step", "kept")
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        return ("moment_1", "moment_2", *["largest_2"] * self.amsgrad)
 
     @staticmethod
     def numbers(
@@ -34,10 +39,11 @@ class Adam(Rule):
         beta: float,
         epsilon: float,
         weight_decay: float,
-        count: int,
+        count: float,
         *,
         bias_correction: bool,
         scaled_epsilon: bool,
+        maximize: bool = False,
     ) -> tuple[float, ...]:
         """Coefficients of update number ``count``, which starts at 1.
 
@@ -50,27 +56,30 @@ class Adam(Rule):
             count: number of this update.
             bias_correction: whether the moments, which start at zero, are corrected for that.
             scaled_epsilon: add ``epsilon`` to the corrected root, as torch does, and not to the root of the moment.
+            maximize: follow the gradient upwards.
         """
         first = 1 - alpha**count if bias_correction else 1.0
         # a power, so that lr and count may be tensors
         second = (1 - beta**count) ** 0.5 if bias_correction else 1.0
         # m / first / (sqrt(v) / second + epsilon), with all scalar factors drawn together
         epsilon = epsilon * second if scaled_epsilon else epsilon
-        return alpha, 1 - alpha, beta, math.sqrt(1 - beta), epsilon, lr * second / first, 1 - lr * weight_decay
+        new = alpha - 1 if maximize else 1 - alpha
+        return alpha, new, beta, math.sqrt(1 - beta), epsilon, lr * second / first, 1 - lr * weight_decay
 
     def formula(
         self, param: Tensor, grad: Tensor, scale: Tensor, states: Sequence[Tensor], c: Mapping[str, Tensor]
     ) -> tuple[Tensor, ...]:
-        moment_1, moment_2 = states
+        moment_1, moment_2, *largest = states
         moment_1 = c["alpha"] * moment_1 + (c["new_1"] * scale) * grad
         # squared after scaling: the square of a gradient times the loss scale could overflow
         root = (c["new_2"] * scale) * grad
         moment_2 = c["beta"] * moment_2 + root * root
-        update = moment_1 / (moment_2.sqrt() + c["epsilon"]) * c["step"]
+        largest = [past.maximum(moment_2) for past in largest]
+        update = moment_1 / ((*largest, moment_2)[0].sqrt() + c["epsilon"]) * c["step"]
         if self.decay == "before":
             param = c["kept"] * param - update
         else:
             param = param - update
             if self.decay == "after":
                 param = c["kept"] * param
-        return param, moment_1, moment_2
+        return param, moment_1, moment_2, *largest

@@ -23,7 +23,7 @@ class Decayed(Rule):
     rule: Rule
 
     @property
-    def states(self) -> tuple[str, ...]:  # type: ignore[override]
+    def states(self) -> tuple[str, ...]:
         return self.rule.states
 
     @property

@@ -52,6 +52,7 @@ class FusedAdam:
             config.placement == "fastest"
             and isinstance(rule, Adam)
             and rule.decay != "after"
+            and not rule.amsgrad
             and all(p.device.type == "cpu" and p.is_contiguous() for p in params)
             and all(p.dtype in (torch.float32, torch.float64) for p in params)
         )

@@ -18,11 +18,14 @@ __all__ = ["Lamb"]
 class Lamb(Rule):
     """LAMB (You et al., 2020) with a clamped trust ratio."""
 
-    states = ("moment_1", "moment_2")
     coefficients = (
         "alpha", "new_1", "beta", "new_2", "epsilon", "corrected", "decay", "lr", "ratio_min", "ratio_max",
     )  # fmt: skip
     elementwise = False
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        return ("moment_1", "moment_2")
 
     @staticmethod
     def numbers(
@@ -31,7 +34,7 @@ class Lamb(Rule):
         beta: float,
         epsilon: float,
         weight_decay: float,
-        count: int,
+        count: float,
         *,
         bias_correction: bool,
         ratio_min: float,

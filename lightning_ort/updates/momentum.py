@@ -14,7 +14,7 @@ __all__ = ["Momentum"]
 
 @dataclasses.dataclass(frozen=True)
 class Momentum(Rule):
-    """``torch.optim.SGD`` with a momentum and without dampening.
+    """``torch.optim.SGD`` with a momentum.
 
     Attributes:
         nesterov: look ahead by one more momentum.
@@ -22,13 +22,32 @@ class Momentum(Rule):
 
     nesterov: bool = False
 
-    states = ("momentum",)
-    coefficients = ("lr", "kept")
+    coefficients = ("lr", "kept", "new", "ahead", "sign")
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        return ("momentum",)
+
+    @staticmethod
+    def numbers(
+        lr: float, momentum: float, *, dampening: float = 0.0, first: bool = False, maximize: bool = False
+    ) -> tuple[float, ...]:
+        """Coefficients.
+
+        Args:
+            lr: learning rate.
+            momentum: share of the buffer that is kept.
+            dampening: share of the gradient that does not enter the buffer.
+            first: the buffer begins with this gradient, undampened.
+            maximize: follow the gradient upwards.
+        """
+        sign = -1.0 if maximize else 1.0
+        kept, new = (0.0, 1.0) if first else (momentum, 1 - dampening)
+        return lr, kept, sign * new, momentum, sign
 
     def formula(
         self, param: Tensor, grad: Tensor, scale: Tensor, states: Sequence[Tensor], c: Mapping[str, Tensor]
     ) -> tuple[Tensor, ...]:
-        scaled = scale * grad
-        momentum = c["kept"] * states[0] + scaled
-        direction = scaled + c["kept"] * momentum if self.nesterov else momentum
+        momentum = c["kept"] * states[0] + (c["new"] * scale) * grad
+        direction = (c["sign"] * scale) * grad + c["ahead"] * momentum if self.nesterov else momentum
         return param - c["lr"] * direction, momentum

@@ -25,9 +25,12 @@ class Rule:
             tensors joined.
     """
 
-    states: ClassVar[tuple[str, ...]] = ()
     coefficients: ClassVar[tuple[str, ...]] = ()
     elementwise: ClassVar[bool] = True
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        return ()
 
     def formula(
         self, param: Tensor, grad: Tensor, scale: Tensor, states: Sequence[Tensor], c: Mapping[str, Tensor]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 from lightning_ort.runtime.session import OrtSession, RuntimeConfig
 from lightning_ort.updates.graph import Slot, UpdateGraph
 from lightning_ort.updates.inplace import may_overwrite
+from lightning_ort.updates.memory import Spans, flat, memory_order
 from lightning_ort.updates.pieces import Part, pieces_of
 from lightning_ort.updates.rule import Rule
 
@@ -29,14 +29,14 @@ class Update:
     Args:
         rule: what is computed.
         params: dense tensors of float32 or float64, without common elements.
-        states: per parameter the tensors that the rule names, of its shape, contiguous.
+        states: per parameter the tensors that the rule names, of its shape.
         groups: per parameter the number of its group; a group has one element type and one set of coefficients.
         config: how sessions are made; the optimization level is not taken from it.
         clip: clip by the norm of all gradients.
         guard: change nothing if a gradient is not finite.
 
     Raises:
-        ValueError: parameters share memory, or a type is not one of the two.
+        ValueError: parameters or states share memory, or a type is not one of the two.
 
     Attributes:
         coefficients: per group a tensor of the rule's numbers, to be filled (:meth:`set_coefficients`) before
@@ -90,12 +90,16 @@ class Update:
 
     def _bind(self) -> None:
         """Views of all memory that stays where it is from run to run."""
-        self._addresses, self._places = [p.data_ptr() for p in self._params], []
-        # a parameter that does not lie in memory as its shape says is read from a copy and written back
-        flat = [_flat(p) if p.is_contiguous() else None for p in self._params]
-        fixed: dict[str | int, list[Tensor | None]] = {"param": flat}
-        for k in range(len(self._states[0])):
-            fixed[k] = [_flat(states[k]) for states in self._states]
+        self._addresses, self._places = self._present_addresses(), []
+        self._orders = [memory_order(p) for p in self._params]
+        # a tensor that does not lie in memory like its parameter is read from a copy and written back
+        fixed: dict[str | int, list[Tensor | None]] = {
+            what: [flat(self._tensor(what, k), order) for k, order in enumerate(self._orders)]
+            for what in ("param", *range(len(self._states[0])))
+        }
+        self._written = Spans(view for views in fixed.values() for view in views if view is not None)
+        if self._written.overlap:
+            raise ValueError("two states, or a state and a parameter, share memory. Give each its own tensor.")
 
         def view(slot: Slot) -> Tensor | None:
             if isinstance(slot.where, Part):
@@ -111,18 +115,41 @@ class Update:
             return self._finite if slot.what == "finite" else self._scale
 
         self._reads = [view(slot) for slot in self._graph_inputs]
-        self._scattered = [k for k, r in enumerate(self._reads) if r is None and self._graph_inputs[k].what == "param"]
+        self._scattered = [k for k, r in enumerate(self._reads) if r is None and self._graph_inputs[k].what != "grad"]
         self._writes: list[Tensor] = []
-        self._copies: list[tuple[Slot, Tensor]] = []
+        self._copies: list[tuple[Slot, Tensor, Tensor | None]] = []
         for slot, in_place in zip(self._graph_outputs, self._in_place, strict=True):
             target = view(slot)
             if slot.what != "finite" and (target is None or not in_place):
                 assert isinstance(slot.where, Part)
                 buffer = torch.empty(len(slot.where), dtype=self._params[slot.where.param].dtype, device=self._device)
-                self._copies.append((slot, buffer))
+                self._copies.append((slot, buffer, target))
                 target = buffer
             assert target is not None
             self._writes.append(target)
+
+    def _tensor(self, what: str | int, number: int) -> Tensor:
+        """Parameter ``number``, or its state ``what``."""
+        return self._states[number][what] if isinstance(what, int) else self._params[number]
+
+    def _ordered(self, tensor: Tensor, number: int) -> Tensor:
+        """``tensor``, shaped like parameter ``number``, with its dimensions in the order of that one's memory."""
+        order = self._orders[number]
+        return tensor if order is None else tensor.permute(order)
+
+    def _present_addresses(self) -> list[Any]:
+        places: list[Any] = [(p.data_ptr(), p.stride()) for p in self._params]
+        places += [t.data_ptr() for states in self._states for t in states]
+        return places
+
+    def use(self, states: Sequence[Sequence[Tensor]]) -> None:
+        """Go on with other tensors as states, of the same shapes and types.
+
+        Raises:
+            ValueError: they share memory.
+        """
+        self._states = [list(tensors) for tensors in states]
+        self._bind()
 
     @torch.no_grad()
     def run(self, gradients: Sequence[Tensor], *, scale: float = 1.0, limits: Sequence[float] | None = None) -> bool:
@@ -136,7 +163,7 @@ class Update:
         Returns:
             Whether all gradients were finite; only ``guard`` looks, without it the answer is ``True``.
         """
-        if [p.data_ptr() for p in self._params] != self._addresses:
+        if self._present_addresses() != self._addresses:
             self._bind()
         if scale != self._last_scale:
             self._scale.fill_(scale)
@@ -145,30 +172,37 @@ class Update:
             self._limits.copy_(torch.tensor(limits, dtype=torch.float64))
             self._last_limits = list(limits)
         # gradients come out of a pool, most of the time at the same places
-        places = [g.data_ptr() if g.is_contiguous() else 0 for g in gradients]
+        ordered = [self._ordered(g, k) for k, g in enumerate(gradients)]
+        places = [g.data_ptr() if g.is_contiguous() else 0 for g in ordered]
         if places == self._places and not self._scattered and 0 not in places:
             self._session.run_again()
         else:
             self._places = []
-            self._run_elsewhere(gradients)
-            self._places = places
+            if self._run_elsewhere(ordered):
+                self._places = places
         finite = self._finite is None or bool(self._finite)
         if self._copies and finite:
             self._copy_back()
         return finite
 
-    def _run_elsewhere(self, gradients: Sequence[Tensor]) -> None:
+    def _run_elsewhere(self, gradients: Sequence[Tensor]) -> bool:
+        """Run on ``gradients``, with dimensions as in memory; whether these themselves were bound, and not copies."""
         reads: list[Any] = list(self._reads)
-        flat = [g.reshape(-1) for g in gradients]
+        flattened = [g.reshape(-1) for g in gradients]
+        # a gradient that is (part of) a weight or a state would be read after that has been written
+        shared = [g.is_contiguous() and self._written.touch(g) for g in gradients]
+        flattened = [g.clone() if copy else g for g, copy in zip(flattened, shared, strict=True)]
         for k, part in self._gradient_parts:
             assert isinstance(part, Part)
-            whole = flat[part.param]
+            whole = flattened[part.param]
             reads[k] = whole if len(part) == whole.numel() else whole[part.start : part.stop]
         for k in self._scattered:
-            part = self._graph_inputs[k].where
-            assert isinstance(part, Part)
-            reads[k] = self._params[part.param].reshape(-1)[part.start : part.stop]
+            slot = self._graph_inputs[k]
+            assert isinstance(slot.where, Part)
+            number, start, stop = slot.where.param, slot.where.start, slot.where.stop
+            reads[k] = self._ordered(self._tensor(slot.what, number), number).reshape(-1)[start:stop]
         self._session.run(reads, self._writes)
+        return not any(shared)
 
     def set_coefficients(self, group: int, numbers: Sequence[float]) -> None:
         """The rule's numbers for a group, rounded to its element type."""
@@ -179,22 +213,20 @@ class Update:
             row[:] = numbers
 
     def _copy_back(self) -> None:
-        rows: dict[int, Tensor] = {}
-        for slot, buffer in self._copies:
+        rows: dict[tuple[str | int, int], Tensor] = {}
+        for slot, buffer, target in self._copies:
             assert isinstance(slot.where, Part)
             number, start, stop = slot.where.param, slot.where.start, slot.where.stop
-            if slot.what != "param":
-                _flat(self._states[number][int(slot.what)])[start:stop].copy_(buffer)
-            elif self._params[number].is_contiguous():
-                _flat(self._params[number])[start:stop].copy_(buffer)
-            else:
-                rows.setdefault(number, self._params[number].reshape(-1).clone())[start:stop] = buffer
-        for number, values in rows.items():
-            self._params[number].copy_(values.view(self._params[number].shape))
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(-1)
+            if target is None:
+                row = rows.get((slot.what, number))
+                if row is None:
+                    row = torch.empty(self._params[number].numel(), dtype=buffer.dtype, device=self._device)
+                    rows[slot.what, number] = row
+                target = row[start:stop]
+            target.copy_(buffer)
+        for (what, number), row in rows.items():
+            ordered = self._ordered(self._tensor(what, number), number)
+            ordered.copy_(row.view(ordered.shape))
 
 
 def _check(params: Sequence[Tensor]) -> None:
@@ -203,8 +235,7 @@ def _check(params: Sequence[Tensor]) -> None:
         raise ValueError(
             f"parameters of {', '.join(sorted(wrong))} cannot be updated in ONNX Runtime; expected float32 or float64."
         )
-    spans = sorted((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size()) for p in params if p.numel())
-    if any(end > start for (_, end), (start, _) in itertools.pairwise(spans)):
+    if Spans(params).overlap:
         raise ValueError(
             "two parameters share memory without being the same parameter, so each would be updated twice. Make them "
             "one nn.Parameter, or give each its own tensor."
