@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import io
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["GraphBreak", "InTorch", "Report", "StepReport"]
+__all__ = ["GraphBreak", "InTorch", "OptimizerReport", "Report", "StepReport"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +65,37 @@ class StepReport:
         return self.graphs > 0 and not self.in_torch
 
 
+@dataclasses.dataclass
+class OptimizerReport:
+    """Account of one optimizer.
+
+    Attributes:
+        name: its class.
+        in_ort: updates made by ONNX Runtime.
+        in_torch: updates made by torch.
+        graphs: ONNX graphs compiled for it.
+        reasons: why torch made updates, without repetition.
+        compile_seconds: wall-clock seconds spent compiling.
+    """
+
+    name: str
+    in_ort: int = 0
+    in_torch: int = 0
+    graphs: int = 0
+    reasons: list[InTorch] = dataclasses.field(default_factory=list)
+    compile_seconds: float = 0.0
+
+
 class Report(Mapping[str, StepReport]):
-    """Step function name to its :class:`StepReport`; ``str(report)`` is a table."""
+    """Step function name to its :class:`StepReport`; ``str(report)`` is a table.
+
+    Attributes:
+        optimizers: in order of their appearance.
+    """
 
     def __init__(self) -> None:
         self._steps: dict[str, StepReport] = {}
+        self.optimizers: list[OptimizerReport] = []
 
     def __getitem__(self, name: str) -> StepReport:
         return self._steps[name]
@@ -85,7 +111,8 @@ class Report(Mapping[str, StepReport]):
         return self._steps.setdefault(name, StepReport(name))
 
     def __str__(self) -> str:
-        if not self._steps:
+        optimizers = [o for o in self.optimizers if o.in_ort or o.in_torch]
+        if not self._steps and not optimizers:
             return "No step has run in ONNX Runtime yet."
         buffer = io.StringIO()
         console = Console(file=buffer, width=100, color_system=None)
@@ -117,7 +144,21 @@ class Report(Mapping[str, StepReport]):
                 console.print(f"{s.name}:", markup=False, highlight=False)
             for line in details:
                 console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+        if optimizers:
+            console.print(_table_of(optimizers))
+        for line in dict.fromkeys(f"{r.what} in torch: {r.reason}" for o in optimizers for r in o.reasons):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
         return buffer.getvalue().rstrip()
+
+
+def _table_of(optimizers: Sequence[OptimizerReport]) -> Table:
+    table = Table(title="Optimizer updates", title_justify="left")
+    table.add_column("optimizer")
+    for column in ("in ONNX Runtime", "in torch", "graphs", "compiling"):
+        table.add_column(column, justify="right")
+    for o in optimizers:
+        table.add_row(o.name, str(o.in_ort), str(o.in_torch), str(o.graphs), f"{o.compile_seconds:.1f} s")
+    return table
 
 
 def _at(source: str) -> str:

@@ -10,6 +10,7 @@ import torch
 import torch._dynamo.config
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 
 from lightning_ort.compiler.backend import ORTBackend
@@ -52,6 +53,8 @@ class CompiledSteps:
         backend.on_graph, backend.on_fallback = self._on_graph, self._on_fallback
         self._backend = backend
         self._replaced_in = [(module.__dict__, self._replaced), *_metric_methods(module, self._recorder)]
+        self._optimizers: list[Optimizer] = []
+        self._optimizer_steps: dict[int, tuple[Any, Namespace]] = {}
         self._compiled: dict[str, Callable[..., Any]] = {}
         self._lists = GrowingLists(module.__dict__)
 
@@ -80,14 +83,15 @@ class CompiledSteps:
         self._running.calls += 1
         compilations = self._observer.compilations
         self._lists.place()
-        hidden = [_replace(*replacement) for replacement in self._replaced_in]
+        replaced_in = [*self._replaced_in, *map(self._outside, self._optimizers)]
+        hidden = [_replace(*replacement) for replacement in replaced_in]
         try:
             result = compiled(*args, **kwargs)
         except BaseException:
             self._recorder.discard()
             raise
         finally:
-            for (namespace, replaced), originals in zip(self._replaced_in, hidden, strict=True):
+            for (namespace, replaced), originals in zip(replaced_in, hidden, strict=True):
                 _put_back(namespace, replaced, originals)
             self._lists.remove()
             if self._observer.compilations != compilations:
@@ -95,6 +99,20 @@ class CompiledSteps:
             self._running = outer
         self._recorder.flush()
         return result
+
+    def set_optimizers(self, optimizers: Sequence[Any]) -> None:
+        """The optimizers in use, whose updates have no place in a graph, whoever asks for them."""
+        self._optimizers = [o for o in optimizers if isinstance(o, Optimizer)]
+        self._optimizer_steps = {}
+
+    def _outside(self, optimizer: Optimizer) -> tuple[Namespace, Namespace]:
+        """The namespace of ``optimizer``, and what stands in for its ``step``, which others may have wrapped."""
+        own = optimizer.__dict__.get("step")
+        known = self._optimizer_steps.get(id(optimizer))
+        if known is None or known[0] is not own:
+            step = torch.compiler.disable(optimizer.step, reason="updates are no part of a graph")
+            known = self._optimizer_steps[id(optimizer)] = own, {"step": step}
+        return optimizer.__dict__, known[1]
 
     def compile_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure that a step passes to an optimizer, which calls it outside of all graphs, compiled by itself."""

@@ -61,6 +61,8 @@ class ORTStrategy(SingleDeviceStrategy):
         verify: check the first run of each graph against torch and raise
             :class:`~lightning_ort.errors.MismatchError` if it differs.
         print_report: print the report when a fit has ended.
+        optimizer: who updates the parameters: ``"ort"`` (ONNX Runtime; torch where it cannot, which is reported),
+            ``"torch"``, or ``"auto"``, the faster of the two by a rule of sizes. The states are torch's in any case.
 
     Raises:
         OnnxRuntimeImportError: no ONNX Runtime is installed, or several, or one older than 1.19.
@@ -85,9 +87,11 @@ class ORTStrategy(SingleDeviceStrategy):
         on_unsupported: Literal["torch", "error"] = "torch",
         verify: bool = True,
         print_report: bool = True,
+        optimizer: Literal["auto", "torch", "ort"] = "auto",
     ) -> None:
         require_onnxruntime()
-        # both need ONNX Runtime, whose absence shall be explained and not break the import of this package
+        # these need ONNX Runtime, whose absence shall be explained and not break the import of this package
+        from lightning_ort.optimizer_steps import StepHooks
         from lightning_ort.runtime.providers import check_available
         from lightning_ort.runtime.session import RuntimeConfig
 
@@ -95,6 +99,8 @@ class ORTStrategy(SingleDeviceStrategy):
             raise ValueError(f"on_unsupported={on_unsupported!r}: expected 'torch' or 'error'.")
         if placement not in ("fastest", "onnxruntime"):
             raise ValueError(f"placement={placement!r}: expected 'fastest' or 'onnxruntime'.")
+        if optimizer not in ("auto", "torch", "ort"):
+            raise ValueError(f"optimizer={optimizer!r}: expected 'auto', 'torch' or 'ort'.")
         check_available(providers, provider_options)
         self._config = RuntimeConfig(providers, provider_options, session_options, placement)
         self._config.make_session_options()
@@ -110,6 +116,9 @@ class ORTStrategy(SingleDeviceStrategy):
             self.parallel_devices = parallel_devices
         self._on_unsupported, self._verify, self._print_report = on_unsupported, verify, print_report
         self._report = Report()
+        self._step_hooks = StepHooks(
+            optimizer, self._config, verify=verify, refuse=on_unsupported == "error", report=self._report
+        )
         self._steps: CompiledSteps | None = None
         self._restoring: Restoring | None = None
         self.num_nodes = 1
@@ -180,6 +189,20 @@ class ORTStrategy(SingleDeviceStrategy):
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = io
 
+    @property
+    @override
+    def optimizers(self) -> list[Optimizer]:
+        return self._optimizers
+
+    @optimizers.setter
+    @override
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        # a property has no other way to its base's setter
+        SingleDeviceStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+        self._step_hooks.attach(optimizers)
+        if self._steps is not None:
+            self._steps.set_optimizers(optimizers)
+
     # -- life cycle -----------------------------------------------------------------------------------------------
 
     @override
@@ -200,6 +223,7 @@ class ORTStrategy(SingleDeviceStrategy):
                 self._config, on_unsupported=self._on_unsupported, verify=self._verify, scaling=scaling
             )
             self._steps = CompiledSteps(self.lightning_module, backend, self._report)
+        self._steps.set_optimizers(self.optimizers)
         self._steps.install()
 
     def _refuse(self, trainer: pl.Trainer) -> None:
@@ -218,6 +242,7 @@ class ORTStrategy(SingleDeviceStrategy):
         # what was compiled is kept: Trainer.test after Trainer.fit is a new setup of the same module
         if self._steps is not None:
             self._steps.remove()
+        self._step_hooks.remove()
         super().teardown()
 
     @override

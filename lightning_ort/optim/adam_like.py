@@ -77,19 +77,22 @@ class AdamLike(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        given = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        # looked at once: ONNX Runtime may have made the update while the closure ran, and left nothing to do
+        groups = [*self.param_groups]
+        given = [p for group in groups for p in group["params"] if p.grad is not None]
         for p in given:
             if p.grad.is_sparse or p.is_complex():
                 raise RuntimeError(f"{type(self).__name__} has no sparse gradients and no complex parameters.")
-        norm = self._norm([p.grad for p in given])
-        for group in self.param_groups:
+        norm = self._norm([p.grad for p in given], groups)
+        for group in groups:
             longer = norm is not None and norm > group["max_norm"]
             for p in group["params"]:
                 if p.grad is None:
                     continue
                 state = self.state[p]
                 if not state:
-                    state["step"] = torch.zeros((), dtype=torch.float32)
+                    double = torch.get_default_dtype() == torch.float64
+                    state["step"] = torch.zeros((), dtype=torch.float64 if double else torch.float32)
                     state["exp_avg"] = torch.zeros_like(p)
                     state["exp_avg_sq"] = torch.zeros_like(p)
                 state["step"] += 1
@@ -99,9 +102,10 @@ class AdamLike(Optimizer):
                 self._apply(p, state, group)
         return loss
 
-    def _norm(self, gradients: list[Tensor]) -> Tensor | None:
+    @staticmethod
+    def _norm(gradients: list[Tensor], groups: list[dict[str, Any]]) -> Tensor | None:
         """Of all gradients together; ``None`` where no group is clipped by it."""
-        if not gradients or all(math.isinf(group["max_norm"]) for group in self.param_groups):
+        if not gradients or all(math.isinf(group["max_norm"]) for group in groups):
             return None
         return torch.stack([torch.linalg.vector_norm(g).to(gradients[0].device) for g in gradients]).norm()
 

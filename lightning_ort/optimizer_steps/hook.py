@@ -1,0 +1,134 @@
+"""Where ONNX Runtime's update takes the place of torch's: inside of ``optimizer.step()``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_ort.errors import UnsupportedError
+from lightning_ort.optimizer_steps.choice import why_torch_is_faster
+from lightning_ort.optimizer_steps.members import InTorch
+from lightning_ort.optimizer_steps.stepper import OptimizerStepper, why_not
+from lightning_ort.report import InTorch as Entry
+from lightning_ort.report import OptimizerReport
+from lightning_ort.runtime.session import RuntimeConfig
+
+__all__ = ["Mode", "StepHook"]
+
+Mode = Literal["auto", "torch", "ort"]
+
+
+class StepHook:
+    """Makes the updates of ``optimizer`` whenever its ``step`` is called, by whomever.
+
+    A step pre-hook hands ``step`` a closure that calls the user's, makes the update, and leaves nothing for torch to
+    update. So hooks, schedulers that count the calls of ``step``, and whatever else is wrapped around it, stay.
+
+    Args:
+        optimizer: any torch optimizer.
+        mode: ``"ort"``, or ``"auto"`` where ONNX Runtime is faster.
+        config: how sessions are made.
+        verify: compare the first update of each graph with torch's.
+        refuse: raise where torch would have to make an update, in mode ``"ort"``.
+        report: where to enter what happens.
+        announce: called with a text the first time that torch makes an update, in mode ``"ort"``.
+
+    Raises:
+        UnsupportedError: with ``refuse``, an optimizer that ONNX Runtime can make no updates of.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        mode: Mode,
+        config: RuntimeConfig,
+        *,
+        verify: bool,
+        refuse: bool,
+        report: OptimizerReport,
+        announce: Callable[[str], None],
+    ) -> None:
+        self.optimizer, self.report = optimizer, report
+        self._mode, self._announce = mode, announce
+        self._refuse = refuse and mode == "ort"
+        self._stepper: OptimizerStepper | None = None
+        # number of groups when the choice was made, and why it fell on torch
+        self._choice: tuple[int, str | None] = (-1, None)
+        reason = why_not(optimizer)
+        if reason is None:
+            self._stepper = OptimizerStepper(optimizer, config, verify=verify)
+        else:
+            self._note(reason)
+        self._handle = optimizer.register_step_pre_hook(self._before_step)
+
+    def remove(self) -> None:
+        """Leave the updates to torch from now on."""
+        self._handle.remove()
+
+    # the update and what it calls are no part of a step's graph
+    @torch.compiler.disable
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._stepper is None or not self._chosen():
+            self.report.in_torch += 1
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+
+        def closure_and_update() -> Any:
+            result = None if closure is None else closure()
+            if self._update():
+                optimizer.param_groups = _Updated(optimizer)
+            return result
+
+        rest = {key: value for key, value in kwargs.items() if key != "closure"}
+        return (args[0], closure_and_update, *args[2:]), rest
+
+    def _chosen(self) -> bool:
+        if self._mode == "ort":
+            return True
+        groups = len(self.optimizer.param_groups)
+        if self._choice[0] != groups:
+            self._choice = groups, why_torch_is_faster(self.optimizer)
+            if self._choice[1] is not None:
+                self._note(f"optimizer='auto' found torch to be faster: {self._choice[1]}")
+        return self._choice[1] is None
+
+    def _update(self) -> bool:
+        assert self._stepper is not None
+        try:
+            self._stepper.step()
+        except InTorch as reason:
+            self._note(str(reason))
+            self.report.in_torch += 1
+            return False
+        finally:
+            self.report.graphs, self.report.compile_seconds = self._stepper.graphs, self._stepper.compile_seconds
+        self.report.in_ort += 1
+        return True
+
+    def _note(self, reason: str) -> None:
+        name = self.report.name
+        if self._refuse:
+            raise UnsupportedError(
+                f"{name} cannot be updated in ONNX Runtime, as optimizer='ort' with on_unsupported='error' demands: "
+                f"{reason}. Use optimizer='auto', or on_unsupported='torch'."
+            )
+        entry = Entry(name, reason, "")
+        if entry not in self.report.reasons:
+            self.report.reasons.append(entry)
+            if self._mode == "ort":
+                self._announce(f"{name} is updated by torch: {reason}")
+
+
+class _Updated(list):
+    """Stands for the groups of an optimizer whose update has been made: none, for the loop that follows the closure."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__()
+        self._optimizer, self._groups = optimizer, optimizer.param_groups
+
+    def __iter__(self) -> Iterator[Any]:
+        self._optimizer.param_groups = self._groups
+        return iter(())
