@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from lightning_ort.ondevice.exchange.torch_optimizer import optimizer_of_torch
 from lightning_ort.ondevice.flavour import Artifacts, flavour_named
 from lightning_ort.ondevice.generation.checking import check_artifacts
 from lightning_ort.ondevice.generation.forward import ModuleForward
@@ -21,7 +22,7 @@ from lightning_ort.ondevice.generation.step_graphs import evaluation_graph, part
 from lightning_ort.ondevice.optimizers import KINDS, OptimizerConfig
 from lightning_ort.ondevice.state import TrainingState
 from lightning_ort.ondevice.step_graph import StepGraph
-from lightning_ort.ondevice.torch_optimizer import config_of, state_of
+from lightning_ort.ondevice.torch_optimizer import config_of
 
 __all__ = ["generate_artifacts"]
 
@@ -97,7 +98,8 @@ def generate_artifacts(
     artifacts, random = _artifacts(source, _trained(requires_grad, frozen_params, torch_optimizer), config)
     if torch_optimizer is not None and config is not None:
         parameters = {n: p for n, p in _named_parameters(source).items() if n in artifacts.state.trained}
-        artifacts.state.optimizer = state_of(torch_optimizer, config, parameters)
+        state = optimizer_of_torch(artifacts.state, torch_optimizer, parameters)
+        artifacts.state.optimizer = dataclasses.replace(state, kind=config.kind)
     if verify and source.example is not None:
         check_artifacts(artifacts, source, source.example, random=random)
     directory = Path(artifact_directory or ".")

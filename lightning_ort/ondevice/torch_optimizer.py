@@ -1,21 +1,17 @@
-"""A torch optimizer, with what it has learned so far, as the optimizer of artifacts."""
+"""A torch optimizer as the optimizer of artifacts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from torch import Tensor, nn
 
 from lightning_ort.ondevice.optimizers import OptimizerConfig
-from lightning_ort.ondevice.state import OptimizerState
 from lightning_ort.optim import AdamW, Lamb
 
-__all__ = ["config_of", "state_of"]
+__all__ = ["config_of"]
 
-_STATES = {"moment_1": "exp_avg", "moment_2": "exp_avg_sq", "momentum": "momentum_buffer"}
 _REFUSED = {"amsgrad": False, "maximize": False, "dampening": 0}
 
 
@@ -58,35 +54,3 @@ def config_of(optimizer: torch.optim.Optimizer, *, clip_grad_norm: float | None 
     if limit != torch.inf:
         clip_grad_norm = limit if clip_grad_norm is None else min(limit, clip_grad_norm)
     return OptimizerConfig(kind, clip_grad_norm=clip_grad_norm, **values)  # type: ignore[arg-type]
-
-
-def state_of(
-    optimizer: torch.optim.Optimizer, config: OptimizerConfig, trained: Mapping[str, nn.Parameter]
-) -> OptimizerState:
-    """Moments and number of updates.
-
-    Raises:
-        ValueError: ``optimizer`` lacks a parameter, or its parameters have had different numbers of updates.
-    """
-    if isinstance(optimizer, LightningOptimizer):
-        optimizer = optimizer.optimizer
-    held = {id(p) for g in optimizer.param_groups for p in g["params"]}
-    missing = [n for n, p in trained.items() if id(p) not in held]
-    if missing:
-        raise ValueError(f"The optimizer does not hold {', '.join(missing)}; name what is trained by requires_grad.")
-    state = config.fresh_state({n: p.detach().cpu() for n, p in trained.items()})
-    counts = set()
-    for name, parameter in trained.items():
-        found: Mapping[str, Any] = optimizer.state.get(parameter, {})
-        # SGD counts nothing; its updates do not depend on their number
-        counts.add(int(found.get("step", 0)))
-        for own, tensor in state.moments[name].items():
-            value = found.get(_STATES[own])
-            if isinstance(value, Tensor):
-                tensor.copy_(value)
-    if len(counts) > 1:
-        raise ValueError(
-            f"The parameters have had different numbers of updates ({sorted(counts)}); expected one number."
-        )
-    state.step = max(counts, default=0)
-    return state

@@ -12,7 +12,6 @@ from lightning_ort.environment import require_onnxruntime
 from lightning_ort.export.sample import first_batch
 from lightning_ort.ondevice.flavour import Artifacts
 from lightning_ort.ondevice.generate import generate_artifacts
-from lightning_ort.ondevice.torch_optimizer import config_of
 
 __all__ = ["trained_artifacts"]
 
@@ -53,7 +52,6 @@ def trained_artifacts(
         found = trainer.optimizers
         if len(found) != 1:
             raise ValueError(f"The Trainer has {len(found)} optimizers; artifacts have one. Pass optimizer.")
-        config_of(found[0])
         optimizer = found[0]
     with torch.inference_mode(False):
         return generate_artifacts(

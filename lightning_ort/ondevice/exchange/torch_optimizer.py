@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from lightning_ort import optim
 from lightning_ort.ondevice.state import OptimizerState, TrainingState
 
 __all__ = ["optimizer_of_torch", "torch_state"]
@@ -16,6 +17,7 @@ __all__ = ["optimizer_of_torch", "torch_state"]
 _MOMENTS = {
     "Adam": {"moment_1": "exp_avg", "moment_2": "exp_avg_sq"},
     "AdamW": {"moment_1": "exp_avg", "moment_2": "exp_avg_sq"},
+    "Lamb": {"moment_1": "exp_avg", "moment_2": "exp_avg_sq"},
     "SGD": {"momentum": "momentum_buffer"},
 }
 """kind of an optimizer to the names that its moments have here and in torch"""
@@ -25,9 +27,13 @@ def _kind(optimizer: Optimizer) -> str:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}; expected one of torch.optim.")
     # AdamW is a kind of Adam
-    kind = next((k.__name__ for k in (AdamW, Adam, SGD) if isinstance(optimizer, k)), None)
+    kinds = (AdamW, Adam, SGD, optim.AdamW, optim.Lamb)
+    kind = next((k.__name__ for k in kinds if isinstance(optimizer, k)), None)
     if kind is None:
-        raise ValueError(f"The optimizer is a {type(optimizer).__name__}; expected torch's AdamW, Adam or SGD.")
+        raise ValueError(
+            f"The optimizer is a {type(optimizer).__name__}; expected torch's AdamW, Adam or SGD, or lightning_ort's "
+            "AdamW or Lamb."
+        )
     if any(g.get("amsgrad") or g.get("maximize") or g.get("dampening") for g in optimizer.param_groups):
         raise ValueError(f"{kind}: amsgrad, maximize and dampening have no counterpart on a device.")
     return kind
@@ -60,7 +66,7 @@ def torch_state(state: TrainingState, optimizer: Optimizer, parameters: Mapping[
             "The checkpoint holds no optimizer state. Save it with include_optimizer_state=True, or leave out the "
             "optimizer."
         )
-    if _MOMENTS.get(own.kind) != _MOMENTS[kind]:
+    if _MOMENTS.get(own.kind) != _MOMENTS[kind] or (kind == "Lamb") != (own.kind == "Lamb"):
         raise ValueError(f"The checkpoint holds the state of {own.kind}, but the optimizer is {kind}.")
     found = optimizer.state_dict()
     heavy = any(group.get("momentum") for group in optimizer.param_groups)
