@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import tempfile
 from pathlib import Path
 
 import torch
 
+from lightning_ort.checkpoints.writing import write_file
 from lightning_ort.ondevice.ort_training.flatbuffer import IDENTIFIER, CheckpointFile, Group, decode, encode
 from lightning_ort.ondevice.state import OptimizerState, Property, TrainingState
 
@@ -127,6 +127,7 @@ def write_checkpoint(
         The files.
 
     Raises:
+        FileNotFoundError: the folder does not exist.
         ValueError: moments are missing or too large for the format.
     """
     trained = {name: state.parameters[name] for name in state.trained}
@@ -149,21 +150,15 @@ def write_checkpoint(
     if size + moments <= _EXTERNAL:
         _replace(path, encode(contents))
         return [path]
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        try:
+    with write_file(_beside(path), replace=True) as file:
 
-            def external(raw: memoryview) -> int:
-                file.write(bytes(-file.tell() % 8))
-                start = file.tell()
-                file.write(raw)
-                return start
+        def external(raw: memoryview) -> int:
+            file.write(bytes(-file.tell() % 8))
+            start = file.tell()
+            file.write(raw)
+            return start
 
-            data = encode(contents, external)
-            file.flush()
-            os.replace(file.name, _beside(path))
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
+        data = encode(contents, external)
     _replace(path, data)
     return [path, _beside(path)]
 
@@ -186,10 +181,5 @@ def _group(state: TrainingState, *, with_moments: bool) -> Group:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        try:
-            file.write(data)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
-    os.replace(file.name, path)
+    with write_file(path, replace=True) as file:
+        file.write(data)

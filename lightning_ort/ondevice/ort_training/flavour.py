@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 
 import onnx
-import onnx_ir as ir
 from google.protobuf.message import DecodeError
 
 from lightning_ort.ondevice.flavour import Artifacts
+from lightning_ort.ondevice.inference import save_model
 from lightning_ort.ondevice.optimizers import OptimizerConfig
 from lightning_ort.ondevice.ort_training.checkpoint import is_checkpoint, read_checkpoint, write_checkpoint
 from lightning_ort.ondevice.ort_training.optimizer_model import optimizer_model
@@ -82,18 +80,6 @@ class OrtTraining:
         written = []
         for name, model in models.items():
             written.append(directory / f"{prefix}{name}")
-            _save(model, written[-1])
+            save_model(model, written[-1])
         checkpoint = directory / f"{prefix}checkpoint"
         return written + write_checkpoint(state, checkpoint, include_optimizer_state=True)
-
-
-def _save(model: ir.Model, path: Path) -> None:
-    """Write a file that is complete when it appears."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent)
-    os.close(handle)
-    try:
-        ir.save(model, temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
