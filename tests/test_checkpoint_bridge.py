@@ -16,9 +16,11 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, WeightAveragi
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from modules import table
-from orttrainer_models import cross_entropy
+from orttrainer_models import DATA, batches, cross_entropy
+from orttrainer_models import make as make_recorded
 from parity import assert_same_state, fit, make_trainer, quiet, state_of
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_ort import (
     CheckpointError,
@@ -175,6 +177,34 @@ def test_run_that_began_in_ort_trainer(whole, tmp_path):
     assert rest.trainer.global_step == 24 and rest.trainer.current_epoch == 4
     assert_bits(state_of(rest.module), state_of(whole.module))
     assert_same_optimizer(rest, whole)
+
+
+class Recorded(LightningModule):
+    """The network and the optimizer of a recorded training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.losses = make_recorded(), []
+
+    def training_step(self, batch, batch_idx):
+        return cross_entropy(self.model(batch[0]), batch[1])
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.losses.append(outputs["loss"].item())
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.0)
+
+
+def test_file_of_the_original_goes_on_in_lightning():
+    """The losses are those that ONNX Runtime's ORTTrainer had after the same file; nothing is unpickled for it."""
+    with np.load(DATA / "adam_mlp_10_steps_then.npz") as then:
+        expected = then["losses"]
+    following = DataLoader(batches()[10:], batch_size=None)
+    assert len(following) == len(expected) == 10
+    run = fit(Recorded, lambda: following, max_epochs=2, ckpt_path=DATA / "adam_mlp_10_steps.h5")
+    assert run.trainer.global_step == 20 and run.trainer.current_epoch == 2
+    np.testing.assert_allclose(run.module.losses, expected, rtol=0, atol=2e-6)
 
 
 def test_cycle_within_an_epoch(half, tmp_path):
