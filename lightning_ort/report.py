@@ -144,7 +144,7 @@ class Report(Mapping[str, StepReport]):
                 console.print(f"{s.name}:", markup=False, highlight=False)
             for line in details:
                 console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
-        if optimizers:
+        if any(o.in_ort for o in optimizers):
             console.print(_table_of(optimizers))
         for line in dict.fromkeys(f"{r.what} in torch: {r.reason}" for o in optimizers for r in o.reasons):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
