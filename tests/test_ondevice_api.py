@@ -192,6 +192,17 @@ def test_the_inference_model_holds_the_trained_weights(written, tmp_path):
         Module(written / "train_step.onnx", state).export_model_for_inferencing(tmp_path / "other.onnx", ["output"])
 
 
+def test_large_weights_lie_beside_the_inference_model(written, tmp_path, monkeypatch):
+    _, module, _ = opened(written)
+    monkeypatch.setattr("lightning_ort.ondevice.inference._EXTERNAL", 1000)
+    module.export_model_for_inferencing(tmp_path / "model.onnx", ["output"])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
+    assert (tmp_path / "model.onnx.data").stat().st_size >= 4 * 20 * 32
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    (got,) = session.run(["output"], {"x": arrays()[0]})
+    np.testing.assert_allclose(got, module.eval()(*arrays())[1], rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("inputs", "error", "message"),
     [
