@@ -73,6 +73,7 @@ class Optimizer:
             self._update = FusedAdam(params, states, groups)
         else:
             self._update = Update(config.rule, params, states, groups, module.config, clip=limit is not None)
+        self._bound = False  # whether an update has run; nothing moves afterwards
         self._module, values.optimizer = module, state
 
     @property
@@ -98,7 +99,11 @@ class Optimizer:
         numbers = self._config.numbers(state.learning_rate, state.step + 1, fused=self._fused)
         for group in range(self._groups):
             self._update.set_coefficients(group, numbers)
-        self._update.run(self._gradients, limits=self._limits)
+        if self._bound and isinstance(self._update, Update):
+            self._update.run_again()
+        else:
+            self._update.run(self._gradients, limits=self._limits)
+            self._bound = True
         state.step += 1
 
     def set_learning_rate(self, learning_rate: float) -> None:

@@ -185,6 +185,17 @@ class Update:
             self._copy_back()
         return finite
 
+    def run_again(self) -> None:
+        """Like the last :meth:`run`, with the same scale and limits, where nothing has moved and no ``guard`` looks.
+
+        Only what the gradients hold and the coefficients may be other values.
+        """
+        assert self._finite is None
+        self._session.run_again()
+        if self._copies:
+            with torch.no_grad():
+                self._copy_back()
+
     def _run_elsewhere(self, gradients: Sequence[Tensor]) -> bool:
         """Run on ``gradients``, with dimensions as in memory; whether these themselves were bound, and not copies."""
         reads: list[Any] = list(self._reads)
