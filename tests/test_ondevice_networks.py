@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
@@ -26,6 +27,10 @@ def test_training_is_that_of_torch(name, tmp_path):
     )  # fmt: skip
     if not varies:
         data = [batch(6) for _ in range(20)]
+    for path in tmp_path.glob("*.onnx"):
+        model = onnx.load(path)
+        onnx.checker.check_model(model)
+        assert model.ir_version == 10 and [(o.domain, o.version) for o in model.opset_import] == [("", 20)], path
     state, module, optimizer = opened(tmp_path)
     losses = train(module, optimizer, data)
     names = module.input_names()
