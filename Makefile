@@ -12,6 +12,7 @@ BENCH ?=
 
 CPU := .venv-cpu
 STOCK := .venv-stock
+JAVASCRIPT := examples/ondevice/node_modules
 STAMP := .lightning_ort-installed
 PIP_OPTIONS := -qq --disable-pip-version-check --no-input
 
@@ -31,7 +32,7 @@ help:
 demo: $(CPU)/$(STAMP)
 	@$(CPU)/bin/python examples/digits.py
 
-test: lint $(CPU)/$(STAMP)
+test: lint $(CPU)/$(STAMP) $(JAVASCRIPT)/$(STAMP)
 	$(STOCK)/bin/python -m pytest --numprocesses=auto --maxprocesses=4 $(PYTEST)
 	$(CPU)/bin/python -m pytest --numprocesses=auto --maxprocesses=4 $(PYTEST)
 
@@ -61,9 +62,14 @@ environments: $(CPU)/$(STAMP) $(STOCK)/$(STAMP)
 	@.venv-$*/bin/python -m pip install $(PIP_OPTIONS) --no-deps -e .
 	@touch $@
 
+# where npm is missing or cannot install, pytest skips the tests in JavaScript and says so
+$(JAVASCRIPT)/$(STAMP): examples/ondevice/package.json
+	@if command -v npm > /dev/null && npm install --prefix examples/ondevice --loglevel=error > /dev/null; then touch $@; \
+	else echo "The tests in JavaScript are skipped: npm is not there, or cannot install $<."; fi
+
 clean:
 	rm -rf .mypy_cache .pytest_cache .ruff_cache build dist lightning_logs checkpoints
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 clean-environments:
-	rm -rf $(CPU) $(STOCK)
+	rm -rf $(CPU) $(STOCK) $(JAVASCRIPT)

@@ -56,6 +56,7 @@ def test_gradients_of_exported_modules_are_torchs(exported: tuple[Export, nn.Mod
     names = set(reader.parameter_names.values())
     floating = {n for n, x in zip(reader.input_names, export.inputs(2), strict=True) if x.is_floating_point()}
     model = gradient_model(data, {"loss"}, names | floating, "loss")
+    assert all(not node.domain for node in onnx.load_model_from_string(model).graph.node)
     for batch in (7, 1) if not isinstance(module, EXPORTS["conv"].module) else (7, 2):
         inputs = [x.requires_grad_() if x.is_floating_point() else x for x in export.inputs(batch)]
         results = run(model, {n: x.detach().numpy() for n, x in zip(reader.input_names, inputs, strict=True)})

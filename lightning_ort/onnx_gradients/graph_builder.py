@@ -8,6 +8,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
+from lightning_ort.compiler.passes import standardize
 from lightning_ort.onnx_gradients.inputs import input_infos
 from lightning_ort.onnx_gradients.joint import trace_joint
 from lightning_ort.onnx_gradients.writing import written
@@ -64,7 +65,7 @@ class GradientGraphBuilder:
         module = to_torch(self._proto, [i.name for i in self._proto.graph.initializer if i.name in self._x_names])
         incoming = [name for name in self._y_names if name != self._loss_name]
         joint = trace_joint(module, input_infos(self._proto), self._y_names, incoming, self._x_names)
-        self._model = written(joint, self._proto)
+        self._model = standardize(written(joint, self._proto))
 
     def get_model(self) -> bytes:
         """The gradient graph, serialized.
