@@ -415,3 +415,24 @@ def test_a_checkpoint_of_another_module(tmp_path):
         export_trained(trained.trainer, tmp_path / "m.onnx", checkpoint="no.ckpt")
     assert_same_state(before, state_of(trained.module), 0.0)
     assert os.listdir(tmp_path) == ["other.ckpt"]
+
+
+class Counted(nn.Module):
+    """Asks for the length of a batch as Python does."""
+
+    def __init__(self):
+        super().__init__()
+        self.start, self.mix = nn.Parameter(torch.randn(1, 1, 4)), nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.mix(self.start.expand(len(x), -1, -1), x, x, need_weights=False)[0].squeeze(1)
+
+
+def test_a_length_asked_for_by_len_stays_open(tmp_path):
+    module = Counted().eval()
+    export_onnx(module, tmp_path / "model.onnx", torch.randn(3, 5, 4))
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    for batch in (1, 6):
+        x = torch.randn(batch, 5, 4)
+        (got,) = session.run(None, {"x": x.numpy()})
+        torch.testing.assert_close(torch.from_numpy(got), module(x).detach(), rtol=1e-5, atol=1e-6)

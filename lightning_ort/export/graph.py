@@ -8,6 +8,7 @@ import logging
 import re
 import warnings
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import onnx_ir as ir
 import torch
@@ -56,7 +57,7 @@ def make_graph(
     what = type(module.module).__name__
     with _quiet() as printed:
         try:
-            program = torch.export.export(module, example, dynamic_shapes=(shapes,), strict=False)
+            program = _traced(module, example, shapes)
         except TypeError:  # of InferenceModule
             raise
         except Exception as error:
@@ -79,6 +80,19 @@ def make_graph(
     _name_weights(model)
     model.ir_version = min(model.ir_version or _IR_VERSION, _IR_VERSION)
     return model
+
+
+def _traced(
+    module: InferenceModule, example: tuple[Tensor, ...], shapes: tuple[Any, ...]
+) -> torch.export.ExportedProgram:
+    try:
+        return torch.export.export(module, example, dynamic_shapes=(shapes,), strict=False)
+    except Exception as error:
+        # plain Python makes a number of len(x); Dynamo, which refuses more, leaves it open
+        try:
+            return torch.export.export(module, example, dynamic_shapes=(shapes,), strict=True)
+        except Exception:
+            raise error from error.__cause__
 
 
 def _reason(error: BaseException) -> str:
