@@ -6,6 +6,7 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
+from lightning_ort.compiler.lowering.bounds import positions
 from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, shape_of
 from lightning_ort.compiler.lowering.registry import lowers
 
@@ -22,7 +23,7 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> ir.Value:
-    return g.op("Gather", g.value(weight), g.value(indices), axis=0)
+    return g.op("Gather", g.value(weight), positions(g, indices), axis=0)
 
 
 @lowers(aten.embedding_dense_backward.default)
@@ -37,7 +38,7 @@ def embedding_dense_backward(
 ) -> ir.Value:
     dtype, width = dtype_of(grad), shape_of(grad)[-1]
     rows = g.op("Reshape", g.value(grad), g.ints([-1, int(width)]))
-    flat = g.cast(g.op("Reshape", g.value(indices), g.ints([-1, 1])), dtype_of(indices), torch.int64)
+    flat = g.op("Reshape", positions(g, indices), g.ints([-1, 1]))
     if padding_idx >= 0:
         kept = g.op("Not", g.op("Equal", flat, g.constant(padding_idx, torch.int64)))
         rows = g.op("Where", kept, rows, g.constant(0, dtype))

@@ -10,6 +10,7 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
+from lightning_ort.compiler.lowering.bounds import positions
 from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, rank_of, shape_of
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
 from lightning_ort.compiler.lowering.shapes import is_empty, positive, same_shape
@@ -26,23 +27,23 @@ def _as_vector(g: GraphBuilder, value: ir.Value, rank: int) -> ir.Value:
 def gather(
     g: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, *, sparse_grad: bool = False
 ) -> ir.Value:
-    data, positions = (
+    data, places = (
         _as_vector(g, g.value(x), rank_of(x)),
-        _as_vector(g, g.operand(index, torch.int64), rank_of(index)),
+        _as_vector(g, positions(g, index), rank_of(index)),
     )
     if is_empty(index):
         return g.op("ConstantOfShape", g.shape(index), value=ir.tensor(np.zeros(1, NUMPY[dtype_of(x)])))
-    result = g.op("GatherElements", data, positions, axis=positive(dim, rank_of(x)))
+    result = g.op("GatherElements", data, places, axis=positive(dim, rank_of(x)))
     return result if rank_of(index) else g.op("Reshape", result, g.ints([]))
 
 
 @lowers(aten.index_select.default)
 def index_select(g: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node) -> ir.Value:
-    data, positions = (
+    data, places = (
         _as_vector(g, g.value(x), rank_of(x)),
-        _as_vector(g, g.operand(index, torch.int64), rank_of(index)),
+        _as_vector(g, positions(g, index), rank_of(index)),
     )
-    result = g.op("Gather", data, positions, axis=positive(dim, rank_of(x)))
+    result = g.op("Gather", data, places, axis=positive(dim, rank_of(x)))
     return result if rank_of(x) else g.op("Reshape", result, g.ints([]))
 
 
@@ -71,9 +72,9 @@ def scattered(
 ) -> ir.Value:
     """``x`` with ``updates``, of the shape of ``index``, written along ``dim``."""
     rank = rank_of(x)
-    data, positions = _as_vector(g, g.value(x), rank), _as_vector(g, g.operand(index, torch.int64), rank_of(index))
+    data, places = _as_vector(g, g.value(x), rank), _as_vector(g, positions(g, index), rank_of(index))
     updates = _as_vector(g, updates, rank_of(index))
-    result = scatter_elements(g, dtype_of(x), data, positions, updates, positive(dim, rank), reduction)
+    result = scatter_elements(g, dtype_of(x), data, places, updates, positive(dim, rank), reduction)
     return result if rank else g.op("Reshape", result, g.ints([]))
 
 
