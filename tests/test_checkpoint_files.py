@@ -20,7 +20,7 @@ from orttrainer_models import DATA
 from parity import fit, make_trainer, quiet, state_of
 
 from lightning_ort import CheckpointError, ORTCheckpointIO, ORTStrategy
-from lightning_ort.checkpoints.writing import write_file
+from lightning_ort.files.writing import write_file
 from lightning_ort.trainer import checkpoint as trainer_files
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -108,20 +108,6 @@ def test_a_file_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
     assert target.stat().st_mode & 0o777 == 0o666 & ~os.umask(os.umask(0o022))
     plugin.remove_checkpoint(target)
     assert not os.listdir(tmp_path)
-
-
-def test_only_abandoned_files_are_removed(tmp_path):
-    """What another save, still going on, has written so far stays; so does all that is not ours."""
-    (tmp_path / ".saving-old.tmp").write_bytes(b"of a process that died")
-    (tmp_path / "mine.tmp").write_bytes(b"")
-    with write_file(tmp_path / "a", replace=True) as first:
-        first.write(b"first")
-        assert not (tmp_path / ".saving-old.tmp").exists()
-        with write_file(tmp_path / "b", replace=False) as second:
-            second.write(b"second")
-        assert len(list(tmp_path.glob(".saving-*"))) == 1
-    assert sorted(os.listdir(tmp_path)) == ["a", "b", "mine.tmp"]
-    assert (tmp_path / "a").read_bytes() == b"first"
 
 
 def test_temporary_files_are_no_checkpoints_to_lightning(tmp_path):

@@ -17,7 +17,8 @@ from parity import assert_same_state, fit, make_trainer, quiet, state_of
 from torch import nn
 
 from lightning_ort import ExportError, MismatchError, ORTExport, export_onnx
-from lightning_ort.export import export_trained, saving
+from lightning_ort.export import export_trained
+from lightning_ort.files import onnx_models
 
 SMALL = {"max_steps": 3, "limit_val_batches": 0}
 
@@ -277,7 +278,7 @@ def test_external_data_is_replaced_with_its_model(path, sample, monkeypatch):
 
     with torch.no_grad():
         module.linear.weight.zero_()
-    monkeypatch.setattr(saving, "LARGEST_FILE", 50)  # the weights have 112 bytes
+    monkeypatch.setattr(onnx_models, "LARGEST_FILE", 50)  # the weights have 112 bytes
     with pytest.raises(ValueError, match=r"external_data=False, but the weights are .* GiB"):
         export_onnx(module, path, sample, external_data=False)
     export_onnx(module, path, sample)

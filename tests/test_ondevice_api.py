@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import onnxruntime
@@ -194,10 +195,11 @@ def test_the_inference_model_holds_the_trained_weights(written, tmp_path):
 
 def test_large_weights_lie_beside_the_inference_model(written, tmp_path, monkeypatch):
     _, module, _ = opened(written)
-    monkeypatch.setattr("lightning_ort.ondevice.inference._EXTERNAL", 1000)
+    monkeypatch.setattr("lightning_ort.files.onnx_models.LARGEST_FILE", 1000)
     module.export_model_for_inferencing(tmp_path / "model.onnx", ["output"])
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
-    assert (tmp_path / "model.onnx.data").stat().st_size >= 4 * 20 * 32
+    data, model = sorted(tmp_path.iterdir())
+    assert model.name == "model.onnx" and re.fullmatch(r"model\.[0-9a-f]{8}\.data", data.name)
+    assert data.stat().st_size >= 4 * 20 * 32
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
     (got,) = session.run(["output"], {"x": arrays()[0]})
     np.testing.assert_allclose(got, module.eval()(*arrays())[1], rtol=0, atol=1e-6)

@@ -15,8 +15,8 @@ from lightning.pytorch import __version__ as lightning_version
 from typing_extensions import override
 
 from lightning_ort.checkpoints.torch_files import HDF5, check_lightning, load, starts_with
-from lightning_ort.checkpoints.writing import write_file
 from lightning_ort.errors import CheckpointError
+from lightning_ort.files.writing import write_file
 
 __all__ = ["ORTCheckpointIO", "TrainerFile"]
 

@@ -14,9 +14,9 @@ from typing_extensions import override
 
 from lightning_ort.environment import require_onnxruntime
 from lightning_ort.export.export import Dtype, ExportedModel, check_options
-from lightning_ort.export.saving import check_target
 from lightning_ort.export.sizes import Axes
 from lightning_ort.export.trained import check_checkpoint, export_trained
+from lightning_ort.files.onnx_models import check_target
 
 __all__ = ["ORTExport"]
 

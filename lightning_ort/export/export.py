@@ -19,10 +19,10 @@ from lightning_ort.export.checking import check
 from lightning_ort.export.graph import make_graph
 from lightning_ort.export.leaves import InferenceModule, bind
 from lightning_ort.export.sample import arguments_of_sample, on_device
-from lightning_ort.export.saving import check_target, save
 from lightning_ort.export.sizes import Axes, check_axes, default_axes
 from lightning_ort.export.undisturbed import undisturbed
 from lightning_ort.export.weights import in_dtype
+from lightning_ort.files.onnx_models import check_target, save_onnx
 from lightning_ort.runtime.dtypes import NUMPY
 
 __all__ = ["ExportedModel", "check_options", "export_onnx"]
@@ -157,8 +157,11 @@ def export_call(
         model = make_graph(function, names, outputs, call.tensors, axes, opset)
         if not model.graph.inputs:
             raise ExportError(f"No output of {type(module).__name__}.{method} depends on its inputs {names}.")
-        difference, checked = save(
-            model, target, external_data, lambda file: check(file, function, names, call.tensors, axes, tolerance)
+        difference, checked = save_onnx(
+            model,
+            target,
+            external_data=external_data,
+            check=lambda file: check(file, function, names, call.tensors, axes, tolerance),
         )
     return ExportedModel(target, _shapes(model.graph.inputs), _shapes(model.graph.outputs), difference, checked, opset)
 

@@ -14,9 +14,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_ort.environment import require_onnxruntime
 from lightning_ort.export.export import ExportedModel, check_options, export_call
 from lightning_ort.export.sample import arguments_of_batch, arguments_of_sample, first_batch, on_device
-from lightning_ort.export.saving import check_target
 from lightning_ort.export.undisturbed import undisturbed
 from lightning_ort.export.weights import weights_from
+from lightning_ort.files.onnx_models import check_target
 
 __all__ = ["check_checkpoint", "export_trained"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,12 +10,10 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from torch import Tensor
 
 from lightning_ort.compiler.passes.unused_inputs import RemoveUnusedInputsPass
+from lightning_ort.files.onnx_models import save_onnx
 from lightning_ort.ondevice.step_graph import StepGraph
 
-__all__ = ["save_inference_model", "save_model"]
-
-_EXTERNAL = 1_500_000_000
-"""bytes of weights from which on they get a file of their own; protobuf ends at 2 GB"""
+__all__ = ["save_inference_model"]
 
 
 def save_inference_model(graph: StepGraph, tensors: Mapping[str, Tensor], path: Path, outputs: Sequence[str]) -> None:
@@ -43,16 +40,4 @@ def save_inference_model(graph: StepGraph, tensors: Mapping[str, Tensor], path: 
             model.graph.register_initializer(value)
     RemoveUnusedNodesPass()(model)
     RemoveUnusedInputsPass()(model)
-    save_model(model, path)
-
-
-def save_model(model: ir.Model, path: Path) -> None:
-    """Write an ONNX file that is complete when it appears; large weights go to ``<file>.data``."""
-    weights = [v.const_value for v in model.graph.initializers.values() if v.const_value is not None]
-    large = sum(w.nbytes for w in weights) > _EXTERNAL
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        ir.save(model, temporary, external_data=f"{path.name}.data" if large else None)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    save_onnx(model, path)

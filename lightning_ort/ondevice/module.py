@@ -206,7 +206,7 @@ class Module:
         """Write the part of the evaluation graph that computes some of its values, with the present parameters.
 
         Args:
-            inference_model_uri: the file; more than 1.5 GB of weights go to ``<file>.data`` beside it.
+            inference_model_uri: the file; more than 2 GB of weights go to ``<stem>.<number>.data`` beside it.
             graph_output_names: values of the evaluation graph, outputs or not; inputs that none of them needs are
                 left out.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from lightning_ort.compiler.passes import standardize
+from lightning_ort.files.onnx_models import save_onnx
 from lightning_ort.onnx_gradients.inputs import input_infos
 from lightning_ort.onnx_gradients.joint import trace_joint
 from lightning_ort.onnx_gradients.writing import written
@@ -16,9 +17,6 @@ from lightning_ort.onnx_reader import to_torch
 from lightning_ort.onnx_reader.load import Model, load
 
 __all__ = ["GradientGraphBuilder"]
-
-_EXTERNAL = 1_500_000_000
-"""bytes of weights from which on they get a file of their own; protobuf ends at 2 GB"""
 
 
 class GradientGraphBuilder:
@@ -77,15 +75,12 @@ class GradientGraphBuilder:
         return ir.to_proto(self._built()).SerializeToString()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the gradient graph to ``path``; weights of more than 1.5 GB go to ``<path>.data`` beside it.
+        """Write the gradient graph to ``path``; weights of more than 2 GB go to ``<stem>.<number>.data`` beside it.
 
         Raises:
             RuntimeError: :meth:`build` has not been called.
         """
-        model = self._built()
-        weights = [v.const_value for v in model.graph.initializers.values() if v.const_value is not None]
-        large = sum(w.nbytes for w in weights) > _EXTERNAL
-        ir.save(model, path, external_data=f"{Path(path).name}.data" if large else None)
+        save_onnx(self._built(), Path(path))
 
     def _built(self) -> ir.Model:
         if self._model is None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import onnx
 import onnx_ir as ir
 
+from lightning_ort.files.onnx_models import save_onnx
 from lightning_ort.onnx_gradients import GradientGraphBuilder
 from lightning_ort.onnx_training.optimizers import WeightUpdate
 from lightning_ort.onnx_training.parameters import TrainingParameters
@@ -25,7 +28,7 @@ def save_graphs(
     ``model_with_training_graph_path`` is the gradient graph, and the update lies beside it as ``<path>.update.onnx``.
     """
     if parameters.model_after_graph_transforms_path:
-        onnx.save_model(model, parameters.model_after_graph_transforms_path)
+        save_onnx(ir.from_proto(model), Path(parameters.model_after_graph_transforms_path))
     paths = [p for p in (parameters.model_with_gradient_graph_path, parameters.model_with_training_graph_path) if p]
     if not paths:
         return
@@ -34,4 +37,4 @@ def save_graphs(
     for path in paths:
         builder.save(path)
     if parameters.model_with_training_graph_path and updates is not None:
-        ir.save(updates.model, f"{parameters.model_with_training_graph_path}.update.onnx")
+        save_onnx(updates.model, Path(f"{parameters.model_with_training_graph_path}.update.onnx"))

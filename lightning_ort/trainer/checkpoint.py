@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 
 from lightning_ort.checkpoints.seal import is_intact, seal
-from lightning_ort.checkpoints.writing import write_file
+from lightning_ort.files.writing import write_file
 from lightning_ort.trainer.aggregation import aggregate
 from lightning_ort.trainer.user_dict import decode, encode
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from lightning_ort.compiler.checking import difference, largest
 from lightning_ort.compiler.passes import optimize
 from lightning_ort.errors import MismatchError
-from lightning_ort.export.saving import replacing
 from lightning_ort.export.undisturbed import undisturbed
+from lightning_ort.files.writing import write_path
 from lightning_ort.trainer.description import Description
 from lightning_ort.trainer.options import ORTTrainerOptions
 from lightning_ort.trainer.step import CombinedModule
@@ -99,7 +99,7 @@ def inferred(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def save(model: onnx.ModelProto, path: str | os.PathLike[str]) -> None:
     """Write a file that is complete when it appears."""
-    with replacing(Path(path)) as temporary:
+    with write_path(Path(path)) as temporary:
         onnx.save(model, temporary)
 
 

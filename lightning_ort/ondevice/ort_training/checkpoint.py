@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_ort.checkpoints.writing import write_file
+from lightning_ort.files.writing import write_file
 from lightning_ort.ondevice.ort_training.flatbuffer import IDENTIFIER, CheckpointFile, Group, decode, encode
 from lightning_ort.ondevice.state import OptimizerState, Property, TrainingState
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import onnx
 from google.protobuf.message import DecodeError
 
+from lightning_ort.files.onnx_models import save_onnx
 from lightning_ort.ondevice.flavour import Artifacts
-from lightning_ort.ondevice.inference import save_model
 from lightning_ort.ondevice.optimizers import OptimizerConfig
 from lightning_ort.ondevice.ort_training.checkpoint import is_checkpoint, read_checkpoint, write_checkpoint
 from lightning_ort.ondevice.ort_training.optimizer_model import optimizer_model
@@ -80,6 +80,6 @@ class OrtTraining:
         written = []
         for name, model in models.items():
             written.append(directory / f"{prefix}{name}")
-            save_model(model, written[-1])
+            save_onnx(model, written[-1])
         checkpoint = directory / f"{prefix}checkpoint"
         return written + write_checkpoint(state, checkpoint, include_optimizer_state=True)

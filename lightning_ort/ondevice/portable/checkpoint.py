@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from lightning_ort.files.writing import write_path
 from lightning_ort.ondevice.portable.names import STEP, moment_name
 from lightning_ort.ondevice.state import OptimizerState, TrainingState
 
@@ -49,12 +49,8 @@ def save_checkpoint(state: TrainingState, path: Path, *, include_optimizer_state
                 tensors |= {moment_name(s, name): t for s, t in moments.items()}
     # views of one piece of memory would be refused
     copies = {n: t.detach().clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
+    with write_path(path) as temporary:
         save_file(copies, temporary, metadata={"format": _FORMAT, _FORMAT: json.dumps(described)})
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def load_checkpoint(path: Path) -> TrainingState:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 
 from lightning_ort._version import __version__
+from lightning_ort.files.onnx_models import save_onnx
+from lightning_ort.files.writing import write_file
 from lightning_ort.ondevice.flavour import Artifacts
-from lightning_ort.ondevice.inference import save_model
 from lightning_ort.ondevice.optimizers import OptimizerConfig
 from lightning_ort.ondevice.portable.checkpoint import save_checkpoint
 from lightning_ort.ondevice.portable.manifest import FORMAT, SUFFIX, VERSION, dtype_name
@@ -67,13 +67,12 @@ def write_artifacts(artifacts: Artifacts, directory: Path, prefix: str) -> list[
     paths = []
     for kind, model in models.items():
         paths.append(directory / f"{prefix}{kind}.onnx")
-        save_model(model, paths[-1])
+        save_onnx(model, paths[-1])
     paths.append(directory / f"{prefix}checkpoint.safetensors")
     save_checkpoint(state, paths[-1], include_optimizer_state=True)
     paths.append(directory / f"{prefix}{SUFFIX}")
-    temporary = paths[-1].with_name(f".{paths[-1].name}.tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, paths[-1])
+    with write_file(paths[-1], replace=True) as file:
+        file.write((json.dumps(content, indent=1) + "\n").encode())
     return paths
 
 

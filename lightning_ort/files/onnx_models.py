@@ -1,20 +1,18 @@
-"""Files that are complete when they appear under their name."""
+"""ONNX files that are complete when they appear, with their weights inside or beside them."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import onnx_ir as ir
 
-__all__ = ["check_target", "replacing", "save"]
+from lightning_ort.files.writing import companion, write_path
 
-T = TypeVar("T")
+__all__ = ["check_target", "save_onnx"]
 
 # protobuf allows for 2 GiB; the graph itself needs a little
 LARGEST_FILE = 2**31 - 2**25
@@ -35,20 +33,13 @@ def check_target(path: str | os.PathLike[str]) -> Path:
     return target
 
 
-@contextlib.contextmanager
-def replacing(target: Path) -> Iterator[Path]:
-    """A temporary name to write to; what is there at the end gets the name ``target``, unless an error came."""
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        yield temporary
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def save(model: ir.Model, target: Path, external_data: bool | None, check: Callable[[Path], T]) -> T:
+def save_onnx(
+    model: ir.Model,
+    target: Path,
+    *,
+    external_data: bool | None = None,
+    check: Callable[[Path], Any] = lambda file: None,
+) -> Any:
     """Write ``model`` and ``check`` the file before it gets its name; what ``check`` returns.
 
     Args:
@@ -60,6 +51,7 @@ def save(model: ir.Model, target: Path, external_data: bool | None, check: Calla
 
     Raises:
         ValueError: one file is asked for, and the weights are too large for it.
+        FileNotFoundError: the folder of ``target`` does not exist.
     """
     size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
     if external_data is False and size > LARGEST_FILE:
@@ -68,28 +60,19 @@ def save(model: ir.Model, target: Path, external_data: bool | None, check: Calla
             "less than 2 GiB. Leave it out."
         )
     outdated = _data_file(target)
-    if not (external_data or size > LARGEST_FILE):
-        with replacing(target) as temporary:
+    with write_path(target) as temporary:
+        if external_data or size > LARGEST_FILE:
+            ir.save(model, temporary, external_data=companion(temporary, ".data").name, size_threshold_bytes=0)
+        else:
             ir.save(model, temporary)
-            result = check(temporary)
-    else:
-        data = target.with_name(f"{target.stem}.{secrets.token_hex(4)}.data")
-        try:
-            with replacing(target) as temporary:
-                ir.save(model, temporary, external_data=data.name, size_threshold_bytes=0)
-                with open(data, "rb") as file:
-                    os.fsync(file.fileno())
-                result = check(temporary)
-        except BaseException:
-            data.unlink(missing_ok=True)
-            raise
+        result = check(temporary)
     if outdated is not None:
         outdated.unlink(missing_ok=True)
     return result
 
 
 def _data_file(target: Path) -> Path | None:
-    """The external data that :func:`save` wrote for the model that has the name ``target`` now."""
+    """The external data that :func:`save_onnx` wrote for the model that has the name ``target`` now."""
     name = re.escape(target.stem) + r"\.[0-9a-f]{8}\.data"
     try:
         values = ir.load(target).graph.initializers.values()

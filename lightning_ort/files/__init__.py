@@ -1,0 +1,1 @@
+"""Files that are complete when they appear under their name."""
