@@ -1,13 +1,18 @@
-"""Options that this package does not carry out, and why."""
+"""What a trainer cannot be made of: arguments of another kind, and options that are not carried out."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
+import onnx
+from torch import nn
+
+from lightning_ort.optim.config import _OptimizerConfig
 from lightning_ort.trainer.options import ORTTrainerOptions
 from lightning_ort.trainer.schema import SCHEMA
 
-__all__ = ["REFUSED", "refuse"]
+__all__ = ["REFUSED", "check_arguments", "refuse"]
 
 _ONE = "training runs in one process on one device"
 _CUT = "the graph of a step is not cut into stages or slices"
@@ -42,6 +47,25 @@ REFUSED: dict[str, str] = {
     "graph_transformer.propagate_cast_ops_config.allow": _CASTS,
 }
 """Dotted path to the reason why only the default is taken."""
+
+
+def check_arguments(model: Any, optim_config: Any, loss_fn: Any, options: Any) -> None:
+    """Raise if an argument of ``ORTTrainer`` is of another kind than described there.
+
+    Raises:
+        ValueError: the model.
+        AssertionError: another argument, or there is no model.
+    """
+    if model is None:
+        raise AssertionError("'model' is required and must be either a 'torch.nn.Module' or ONNX model")
+    if not isinstance(model, (nn.Module, onnx.ModelProto)):
+        raise ValueError(f"'model' must be either 'torch.nn.Module' or 'onnx.ModelProto', not {type(model).__name__}")
+    if not isinstance(optim_config, _OptimizerConfig):
+        raise AssertionError("'optim_config' is required and must be any of 'AdamConfig', 'LambConfig' or 'SGDConfig'")
+    if loss_fn is not None and not (callable(loss_fn) and len(inspect.signature(loss_fn).parameters) == 2):
+        raise AssertionError("'loss_fn' must be either 'None' or a callable with two parameters")
+    if options is not None and not isinstance(options, ORTTrainerOptions):
+        raise AssertionError("'options' must be either 'None' or 'ORTTrainerOptions'")
 
 
 def refuse(options: ORTTrainerOptions) -> None:

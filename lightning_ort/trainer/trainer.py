@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import operator
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -15,23 +13,20 @@ from torch import Tensor, nn
 
 from lightning_ort.amp import DynamicLossScaler, LossScaler
 from lightning_ort.checkpoints.to_trainer import to_trainer
-from lightning_ort.compiler.backend import ORTBackend
-from lightning_ort.compiler.plan import Fallback
 from lightning_ort.environment import require_onnxruntime
-from lightning_ort.errors import CompilationError
 from lightning_ort.optim.config import _OptimizerConfig
 from lightning_ort.trainer import checkpoint, lightning_files
-from lightning_ort.trainer.arguments import gather, summary
 from lightning_ort.trainer.debug import GraphFiles
 from lightning_ort.trainer.description import describe
 from lightning_ort.trainer.device import choose_device, runtime_config
+from lightning_ort.trainer.execution import Execution
 from lightning_ort.trainer.export import check_export, export, save
 from lightning_ort.trainer.model import make_module
 from lightning_ort.trainer.optimizer import Optimizer
 from lightning_ort.trainer.options import ORTTrainerOptions
-from lightning_ort.trainer.refusals import refuse
+from lightning_ort.trainer.refusals import check_arguments, refuse
 from lightning_ort.trainer.state import check_state, load_state, make_state, weights_of
-from lightning_ort.trainer.step import CombinedModule, Step
+from lightning_ort.trainer.step import CombinedModule
 from lightning_ort.trainer.step_info import TrainStepInfo
 
 __all__ = ["ORTTrainer"]
@@ -73,7 +68,7 @@ class ORTTrainer:
         options: ORTTrainerOptions | None = None,
     ) -> None:
         require_onnxruntime()
-        _check_arguments(model, optim_config, loss_fn, options)
+        check_arguments(model, optim_config, loss_fn, options)
         self.model_desc, self.optim_config, self.loss_fn = describe(model_desc), optim_config, loss_fn
         self.options = ORTTrainerOptions() if options is None else options
         refuse(self.options)
@@ -95,18 +90,19 @@ class ORTTrainer:
         trained = self._freeze()
         clip, guard = self.options.utils.grad_norm_clip, bool(mixed.enabled)
         self._optimizer = Optimizer(optim_config, trained, self._weights, runtime, clip=clip, guard=guard)
-        self._fallbacks: list[Fallback] = []
         self._files = GraphFiles(self.options)
-        backend = ORTBackend(self._files.watched(runtime), on_fallback=self._fallbacks.extend)
-        half = torch.float16 if mixed.enabled else None
-        self._step = Step(self._combined, self.model_desc, backend, half=half)
+        self._execution = Execution(
+            self._combined,
+            self.model_desc,
+            self._files.watched(runtime),
+            self._device,
+            half=torch.float16 if mixed.enabled else None,
+        )
         self._train_step_info = TrainStepInfo(optim_config)
         self._accumulated = 0
         self._scale = 1.0
         self._skipped = 0
         self._lightning: dict[str, Any] = {}
-        self._example: list[Tensor] | None = None
-        self._accepted: list[Any] | None = None
 
     def _freeze(self) -> dict[str, nn.Parameter]:
         """Take the frozen weights out of the gradients; the weights that are trained."""
@@ -146,17 +142,22 @@ class ORTTrainer:
         losses = [output for output in self.model_desc.outputs if output.is_loss]
         if len(losses) != 1:
             raise AssertionError(f"Only one loss output is supported ({len(losses)} were specified)")
-        inputs = self._inputs(args, kwargs)
+        inputs = self._execution.inputs(args, kwargs)
         picked = self._picked()
         info = self._train_step_info
         lr = self._learning_rate()
         if self._accumulated == 0:
             self._optimizer.zero_grad()
             self._scale = 1.0 if self._scaler is None else self._scaler.loss_scale
-        if self.options.debug.check_model_export and self._example is None:
+        if self.options.debug.check_model_export and self._execution.example is None:
             self._check_export(inputs)
         scale = None if self._scaler is None else torch.tensor(self._scale, device=self._device)
-        results = self._run(lambda: self._step.train(inputs, scale), inputs, training=True)
+        try:
+            results = self._execution.train(inputs, scale)
+        except Exception:
+            if not self._accumulated:
+                self._optimizer.zero_grad()
+            raise
         if self._files.pending:
             forward = export(self._combined, self.model_desc, inputs, self.options)
             self._files.write(self.model_desc, inputs, results, self._weights, self._optimizer, forward)
@@ -173,29 +174,16 @@ class ORTTrainer:
         info.step += 1
         if updates and self._scaler is not None:
             self._scaler.update(info)
-        self._remember(inputs, results)
+        self._execution.done(inputs, results)
         return _given_out([results[i] for i in picked])
 
     def eval_step(self, *args: Any, **kwargs: Any) -> Any:
         """Outputs in evaluation mode, without gradients; arguments, result and errors as of :meth:`train_step`."""
-        inputs = self._inputs(args, kwargs)
+        inputs = self._execution.inputs(args, kwargs)
         picked = self._picked()
-        results = self._run(lambda: self._step.eval(inputs), inputs, training=False)
-        self._remember(inputs, results)
+        results = self._execution.eval(inputs)
+        self._execution.done(inputs, results)
         return _given_out([results[i] for i in picked])
-
-    def _inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        forms = None
-        if not kwargs and len(args) == len(self.model_desc.inputs):
-            forms = [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in args]
-            if forms == self._accepted:
-                return list(args)
-        inputs = gather(self.model_desc, args, kwargs)
-        moved = [x if x.device == self._device else x.to(self._device) for x in inputs]
-        # before the first step any type is accepted, and a list may be all of the inputs
-        if self._example is not None and all(map(operator.is_, moved, args)):
-            self._accepted = forms
-        return moved
 
     def _picked(self) -> list[int]:
         fetches, names = self._train_step_info.fetches, self.model_desc.output_names()
@@ -209,37 +197,6 @@ class ORTTrainer:
     def _learning_rate(self) -> float:
         schedule = self.options.lr_scheduler
         return float(self.optim_config.lr if schedule is None else schedule._step(self._train_step_info)[0])
-
-    def _run(self, step: Callable[[], list[Tensor]], inputs: Sequence[Tensor], *, training: bool) -> list[Tensor]:
-        gradients = [p.grad for p in self._optimizer.parameters()] if self._accumulated else None
-        try:
-            return step()
-        except CompilationError:
-            self._fallbacks.clear()
-            raise
-        except Exception as error:
-            self._fallbacks.clear()
-            if gradients is None and training:
-                self._optimizer.zero_grad()
-            if not _is_execution_error(error):
-                raise
-            reason = self._step.explain(inputs, training=training) or str(error)
-            kind = IndexError if isinstance(error, IndexError) else RuntimeError
-            name = "train_step" if training else "eval_step"
-            raise kind(f"{name} failed: {reason.strip()}{summary(self.model_desc, inputs, reason)}") from error
-
-    def _remember(self, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        if self._fallbacks:
-            told, self._fallbacks[:] = list(dict.fromkeys(self._fallbacks)), []
-            for f in told:
-                warnings.warn(f"{f.operator} runs in torch: {f.reason} ({f.source})", UserWarning, stacklevel=4)
-        if self._example is not None:
-            return
-        self._example = [x.detach().clone() for x in inputs]
-        for entry, x in zip(self.model_desc.inputs, inputs, strict=True):
-            entry.dtype = x.dtype
-        for output, result in zip(self.model_desc.outputs, results, strict=True):
-            output.dtype = result.dtype
 
     # -- ONNX files -----------------------------------------------------------------------------------------------
 
@@ -258,7 +215,7 @@ class ORTTrainer:
         """
         if not isinstance(path, (str, os.PathLike)):
             raise AssertionError("'path' must be a valid path string")
-        if self._example is None:
+        if self._execution.example is None:
             warnings.warn(
                 "Training session is not initialized yet. 'train_step' or 'eval_step' methods must be executed at "
                 "least once before calling 'save_as_onnx()'.",
@@ -268,12 +225,12 @@ class ORTTrainer:
             return
         if not os.fspath(path) or not os.path.isdir(os.path.dirname(os.fspath(path)) or "."):
             raise ValueError(f"'path' is not valid or does not exist: {os.fspath(path)!r}")
-        save(export(self._combined, self.model_desc, self._example, self.options), path)
+        save(export(self._combined, self.model_desc, self._execution.example, self.options), path)
 
     def _check_export(self, inputs: Sequence[Tensor]) -> None:
         names = [entry.name for entry in self.model_desc.inputs]
         model = export(self._combined, self.model_desc, inputs, self.options)
-        results = self._run(lambda: self._step.eval(inputs), inputs, training=False)
+        results = self._execution.eval(inputs)
         expected = dict(zip(self.model_desc.output_names(), results, strict=True))
         check_export(model, dict(zip(names, inputs, strict=True)), expected)
 
@@ -384,23 +341,6 @@ class ORTTrainer:
         self.load_state_dict(state, strict=strict)
         self._lightning = kept
         return user_dict
-
-
-def _check_arguments(model: Any, optim_config: Any, loss_fn: Any, options: Any) -> None:
-    if model is None:
-        raise AssertionError("'model' is required and must be either a 'torch.nn.Module' or ONNX model")
-    if not isinstance(model, (nn.Module, onnx.ModelProto)):
-        raise ValueError(f"'model' must be either 'torch.nn.Module' or 'onnx.ModelProto', not {type(model).__name__}")
-    if not isinstance(optim_config, _OptimizerConfig):
-        raise AssertionError("'optim_config' is required and must be any of 'AdamConfig', 'LambConfig' or 'SGDConfig'")
-    if loss_fn is not None and not (callable(loss_fn) and len(inspect.signature(loss_fn).parameters) == 2):
-        raise AssertionError("'loss_fn' must be either 'None' or a callable with two parameters")
-    if options is not None and not isinstance(options, ORTTrainerOptions):
-        raise AssertionError("'options' must be either 'None' or 'ORTTrainerOptions'")
-
-
-def _is_execution_error(error: Exception) -> bool:
-    return isinstance(error, (RuntimeError, IndexError)) or type(error).__module__.startswith("onnxruntime")
 
 
 def _given_out(results: list[Tensor]) -> Any:
