@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import numpy as np
@@ -11,12 +12,14 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from ondevice_models import opened, train
+from ondevice_wheel import needs_wheel
 from orttrainer_models import batches, make
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_ort.errors import UnsupportedError
 from lightning_ort.ondevice import OptimizerConfig, generate_artifacts
+from lightning_ort.onnx_reader import to_torch
 
 SGD = OptimizerConfig("SGD", 0.1, momentum=0.9)
 
@@ -238,6 +241,10 @@ BAD = {
     "axes": ({"dynamic_axes": {"z": {0: "b"}}}, ValueError, "dynamic_axes: there is no input"),
     "dimension": ({"dynamic_axes": {"x": {2: "b"}}}, ValueError, "'x' has 2 dimensions, but not number 2"),
     "output": ({"additional_output_names": ["h"]}, UnsupportedError, "there is no result 'h'; there are loss, output"),
+    "ort_format": ({"ort_format": True}, UnsupportedError, r"ort_format=True.*convert_onnx_models_to_ort <artifact_d"),
+    "library": (
+        {"custom_op_library": "ops.so"}, UnsupportedError, "custom_op_library='ops.so': .* cannot be differentiated",
+    ),
     "directory": ({"artifact_directory": ["x"]}, TypeError, "artifact_directory is a list; expected a path"),
 }  # fmt: skip
 
@@ -254,6 +261,36 @@ def test_what_does_not_fit_together_is_refused(name, tmp_path):
     with pytest.raises(error, match=message):
         generate_artifacts(make(), **given)
     assert not (tmp_path / "new").exists()
+
+
+@needs_wheel
+def test_blocks_of_onnx_runtime_are_refused_but_not_what_they_build(onnx_model, tmp_path):
+    from onnxruntime.training import onnxblock
+
+    class Doubled(onnxblock.ForwardBlock):
+        def __init__(self):
+            super().__init__()
+            self.loss, self.add = onnxblock.loss.CrossEntropyLoss(), onnxblock.blocks.Add()
+
+        def build(self, output):
+            loss = self.loss(output)
+            return self.add(loss, loss)
+
+    for loss in (onnxblock.loss.MSELoss(), Doubled()):
+        with pytest.raises(TypeError, match="instead of an onnxblock write it in torch"):
+            generate_artifacts(onnx_model, tmp_path, loss=loss)
+    with pytest.raises(ValueError, match=r"expected an OptimizerConfig, or one of AdamW"):
+        generate_artifacts(onnx_model, tmp_path, loss="MSELoss", optimizer=onnxblock.optim.AdamW())
+    assert not list(tmp_path.iterdir())
+    block = Doubled()
+    with onnxblock.base(copy.deepcopy(onnx_model)):
+        block("logits")
+        built = block.to_model_proto()
+    generate_artifacts(built, tmp_path, optimizer=SGD)
+    network = to_torch(onnx_model)
+    expected = torch_losses(network, lambda outputs, y: 2 * F.cross_entropy(outputs[0], y), batches(count=5))
+    _, module, optimizer = opened(tmp_path)
+    np.testing.assert_allclose(train(module, optimizer, batches(count=5)), expected, rtol=0, atol=2e-5)
 
 
 def test_an_operation_without_an_onnx_form_is_named(tmp_path):

@@ -60,8 +60,10 @@ class Flavour(Protocol):
     def load_optimizer(self, path: Path, state: TrainingState) -> OptimizerConfig:
         """What the optimizer artifact that a user named computes."""
 
-    def write(self, artifacts: Artifacts, directory: Path, prefix: str) -> list[Path]:
-        """Write all files; the paths."""
+    def write(
+        self, artifacts: Artifacts, directory: Path, prefix: str, *, nominal_checkpoint: bool = False
+    ) -> list[Path]:
+        """Write all files, with ``nominal_checkpoint`` also a checkpoint without values; the paths."""
 
 
 _CLASSES: dict[str, str] = {

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from lightning_ort.errors import UnsupportedError
 from lightning_ort.ondevice.exchange.torch_optimizer import optimizer_of_torch
 from lightning_ort.ondevice.flavour import Artifacts, flavour_named
 from lightning_ort.ondevice.generation.checking import check_artifacts
@@ -43,6 +44,9 @@ def generate_artifacts(
     output_names: Sequence[str] | None = None,
     additional_output_names: Sequence[str] | None = None,
     loss_input_names: Sequence[str] | None = None,
+    nominal_checkpoint: bool = False,
+    ort_format: bool = False,
+    custom_op_library: str | os.PathLike[str] | None = None,
     verify: bool = True,
 ) -> Artifacts:
     """Write the files with which a model is trained on a device.
@@ -71,6 +75,11 @@ def generate_artifacts(
         additional_output_names: results that the training and evaluation steps give besides the loss; without a loss
             function all are given.
         loss_input_names: results that the loss function gets, by default what the model returns.
+        nominal_checkpoint: write a further checkpoint, ``nominal_checkpoint``, with names but without the values of
+            parameters and without moments. A device that has it gets the values from elsewhere, by
+            ``Module.copy_buffer_to_parameters(buffer, trainable_only=False)``.
+        ort_format: refused if set; the error names the command that converts the files.
+        custom_op_library: refused if set: operators of a library cannot be differentiated.
         verify: compare loss, gradients and buffers of the example with torch's before anything is written.
 
     Returns:
@@ -78,12 +87,13 @@ def generate_artifacts(
 
     Raises:
         ValueError, TypeError, FileNotFoundError: something does not fit together, named.
-        UnsupportedError: an operation that has no ONNX form.
+        UnsupportedError: an operation that has no ONNX form, or ``ort_format`` or ``custom_op_library``.
         MismatchError: a graph computes something else than torch.
     """
     if artifact_directory is not None and not isinstance(artifact_directory, (str, os.PathLike)):
         raise TypeError(f"artifact_directory is a {type(artifact_directory).__name__}; expected a path.")
     chosen = flavour_named(flavour)
+    _refuse(ort_format, custom_op_library)
     config = _optimizer(optimizer, clip_grad_norm)
     if isinstance(model, nn.Module):
         source = torch_source(model, inputs, loss, dynamic_axes, output_names, loss_input_names)
@@ -104,8 +114,22 @@ def generate_artifacts(
         check_artifacts(artifacts, source, source.example, random=random)
     directory = Path(artifact_directory or ".")
     directory.mkdir(parents=True, exist_ok=True)
-    chosen.write(artifacts, directory, prefix)
+    chosen.write(artifacts, directory, prefix, nominal_checkpoint=nominal_checkpoint)
     return artifacts
+
+
+def _refuse(ort_format: bool, library: Any) -> None:
+    if ort_format:
+        raise UnsupportedError(
+            "ort_format=True: a file in ORT format suits one kind of processor, which is not known here. Leave it out "
+            "and convert the files: python -m onnxruntime.tools.convert_onnx_models_to_ort <artifact_directory> "
+            "--optimization_style Fixed --target_platform arm (or amd64)."
+        )
+    if library is not None:
+        raise UnsupportedError(
+            f"custom_op_library={os.fspath(library)!r}: operators of a library cannot be differentiated. Leave it out, "
+            "and write the model in standard operators."
+        )
 
 
 def _optimizer(optimizer: Any, clip: float | None) -> OptimizerConfig | None:

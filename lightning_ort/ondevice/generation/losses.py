@@ -34,10 +34,11 @@ def loss_function(loss: Any) -> Loss | None:
         if name not in _NAMED:
             raise ValueError(f"loss={loss!r}: expected one of {', '.join(_NAMED)}, or a function.")
         return _NAMED[name]()
-    if not callable(loss) or isinstance(loss, type) or type(loss).__module__.startswith("onnxruntime."):
+    block = any(base.__module__.startswith("onnxruntime.") for base in type(loss).__mro__)
+    if not callable(loss) or isinstance(loss, type) or block:
         raise TypeError(
             f"loss={loss!r} is no loss function; expected one of {', '.join(_NAMED)}, or a function of torch tensors "
-            "(an onnxblock cannot be differentiated here: write it in torch)."
+            "(instead of an onnxblock write it in torch, or leave it out with an ONNX model that gives the loss first)."
         )
     return loss
 

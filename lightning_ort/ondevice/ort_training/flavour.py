@@ -25,7 +25,7 @@ class OrtTraining:
     """Files that ``onnxruntime.training.api`` reads and writes; see :class:`~lightning_ort.ondevice.flavour.Flavour`.
 
     They are called as ``onnxruntime.training.artifacts`` calls them: ``training_model.onnx``, ``eval_model.onnx``,
-    ``optimizer_model.onnx`` and ``checkpoint``.
+    ``optimizer_model.onnx``, ``checkpoint`` and ``nominal_checkpoint``.
     """
 
     name = "ort-training"
@@ -61,7 +61,9 @@ class OrtTraining:
         """What an optimizer model computes."""
         return read_optimizer(path, len(state.trained))
 
-    def write(self, artifacts: Artifacts, directory: Path, prefix: str) -> list[Path]:
+    def write(
+        self, artifacts: Artifacts, directory: Path, prefix: str, *, nominal_checkpoint: bool = False
+    ) -> list[Path]:
         """Write all files.
 
         Raises:
@@ -81,5 +83,8 @@ class OrtTraining:
         for name, model in models.items():
             written.append(directory / f"{prefix}{name}")
             save_onnx(model, written[-1])
-        checkpoint = directory / f"{prefix}checkpoint"
-        return written + write_checkpoint(state, checkpoint, include_optimizer_state=True)
+        written += write_checkpoint(state, directory / f"{prefix}checkpoint", include_optimizer_state=True)
+        if nominal_checkpoint:
+            nominal = directory / f"{prefix}nominal_checkpoint"
+            written += write_checkpoint(state, nominal, include_optimizer_state=False, nominal=True)
+        return written

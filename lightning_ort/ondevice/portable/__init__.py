@@ -41,8 +41,10 @@ class Portable:
     def load_optimizer(self, path: Path, state: TrainingState) -> OptimizerConfig:
         return self._manifest(path).optimizer()
 
-    def write(self, artifacts: Artifacts, directory: Path, prefix: str) -> list[Path]:
-        return write_artifacts(artifacts, directory, prefix)
+    def write(
+        self, artifacts: Artifacts, directory: Path, prefix: str, *, nominal_checkpoint: bool = False
+    ) -> list[Path]:
+        return write_artifacts(artifacts, directory, prefix, nominal_checkpoint=nominal_checkpoint)
 
     def _manifest(self, path: Path) -> Manifest:
         found = manifest_of(path)

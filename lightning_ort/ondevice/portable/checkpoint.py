@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from lightning_ort.files.writing import write_path
-from lightning_ort.ondevice.portable.names import STEP, moment_name
+from lightning_ort.ondevice.portable.names import DTYPES, STEP, dtype_name, moment_name
 from lightning_ort.ondevice.state import OptimizerState, TrainingState
 
 __all__ = ["is_checkpoint", "load_checkpoint", "save_checkpoint"]
@@ -28,9 +28,18 @@ def is_checkpoint(path: Path) -> bool:
     return len(start) == 9 and start[8:] == b"{" and start[6:8] == b"\0\0"
 
 
-def save_checkpoint(state: TrainingState, path: Path, *, include_optimizer_state: bool) -> None:
-    """Write a file that is complete when it appears; moments and update count only if asked for."""
-    tensors = dict(state.tensors)
+def save_checkpoint(state: TrainingState, path: Path, *, include_optimizer_state: bool, nominal: bool = False) -> None:
+    """Write a file that is complete when it appears.
+
+    Args:
+        state: all of it.
+        path: of the file.
+        include_optimizer_state: write moments and the number of updates, not only the learning rate.
+        nominal: write the parameters' names, types and shapes instead of their values. Buffers are written, which
+            ``copy_buffer_to_parameters`` does not bring.
+    """
+    nominal = nominal or state.nominal
+    tensors = dict(state.buffers if nominal else state.tensors)
     described: dict[str, Any] = {
         "version": _VERSION,
         "parameters": list(state.parameters),
@@ -39,6 +48,9 @@ def save_checkpoint(state: TrainingState, path: Path, *, include_optimizer_state
         "properties": state.properties,
         "optimizer": None,
     }
+    if nominal:
+        forms = {n: {"dtype": dtype_name(t.dtype), "shape": list(t.shape)} for n, t in state.parameters.items()}
+        described["nominal"] = forms
     optimizer = state.optimizer
     if optimizer is not None:
         described["optimizer"] = {"kind": optimizer.kind, "learning_rate": optimizer.learning_rate, "moments": {}}
@@ -70,7 +82,7 @@ def load_checkpoint(path: Path) -> TrainingState:
         raise ValueError(f"{str(path)!r} holds tensors, but no training: it lacks the metadata {_FORMAT!r}.")
     try:
         return _state(json.loads(text), tensors)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         raise ValueError(f"The checkpoint {str(path)!r} does not fit together: {error}.") from error
 
 
@@ -78,7 +90,10 @@ def _state(described: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Train
     if described["version"] != _VERSION:
         raise ValueError(f"it has version {described['version']!r}, expected {_VERSION}")
     rest = dict(tensors)
-    parameters = {name: rest.pop(name) for name in described["parameters"]}
+    nominal = described.get("nominal")
+    parameters = {
+        name: rest.pop(name) if nominal is None else _zeros(nominal[name]) for name in described["parameters"]
+    }
     buffers = {name: rest.pop(name) for name in described["buffers"]}
     trained = tuple(described["trained"])
     unknown = sorted(set(trained) - set(parameters))
@@ -100,7 +115,14 @@ def _state(described: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Train
                     raise ValueError(f"{state} of {name!r} is not shaped like the parameter")
     if rest:
         raise ValueError(f"it holds tensors that it does not describe: {sorted(rest)}")
-    return TrainingState(parameters, trained, buffers, properties, optimizer)
+    return TrainingState(parameters, trained, buffers, properties, optimizer, nominal=nominal is not None)
+
+
+def _zeros(form: dict[str, Any]) -> torch.Tensor:
+    """What stands for a parameter without values."""
+    if any(not isinstance(size, int) or size < 0 for size in form["shape"]):
+        raise ValueError(f"{form['shape']} is no shape")
+    return torch.zeros(form["shape"], dtype=DTYPES[form["dtype"]])
 
 
 def _count(tensor: torch.Tensor) -> int:

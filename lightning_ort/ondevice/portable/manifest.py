@@ -9,25 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
-import torch
 
 from lightning_ort.ondevice.optimizers import OptimizerConfig
+from lightning_ort.ondevice.portable.names import DTYPES, dtype_name
 from lightning_ort.ondevice.state import TrainingState
 from lightning_ort.ondevice.step_graph import StepGraph
 from lightning_ort.onnx_gradients.inputs import InputInfo
 from lightning_ort.runtime.dtypes import ONNX
 
-__all__ = ["FORMAT", "VERSION", "Manifest", "dtype_name", "manifest_of"]
+__all__ = ["FORMAT", "VERSION", "Manifest", "manifest_of"]
 
 FORMAT, VERSION = "lightning_ort.ondevice.portable", 1
 SUFFIX = "manifest.json"
-
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ONNX}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """As numpy and the ONNX Runtime of JavaScript call it."""
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +52,7 @@ class Manifest:
                     f"{', '.join(map(repr, different))}."
                 )
         inputs = [e for e in entry["inputs"] if e["role"] == "input"]
-        infos = tuple(InputInfo(e["name"], _DTYPES[e["dtype"]], tuple(e["shape"])) for e in inputs)
+        infos = tuple(InputInfo(e["name"], DTYPES[e["dtype"]], tuple(e["shape"])) for e in inputs)
         tensors = {e["name"]: e["name"] for e in entry["inputs"] if e["role"] in ("parameter", "buffer")}
         unknown = sorted(set(tensors.values()) - set(state.tensors))
         if unknown:
@@ -156,14 +149,14 @@ def _check(content: Mapping[str, Any], file: Path) -> None:
         raise ValueError(f"{str(file)!r} has version {content.get('version')!r}; expected {VERSION}.")
     try:
         for entry in [*content["parameters"], *content["buffers"]]:
-            assert entry["dtype"] in _DTYPES and isinstance(entry["shape"], list) and entry["name"]
+            assert entry["dtype"] in DTYPES and isinstance(entry["shape"], list) and entry["name"]
         for entry in content["parameters"]:
             assert isinstance(entry["trained"], bool)
         for graph in content["graphs"].values():
             # a file beside the manifest, nowhere else
             assert Path(graph["file"]).name == graph["file"]
             for entry in [*graph["inputs"], *graph["outputs"]]:
-                assert entry["dtype"] in _DTYPES and isinstance(entry["shape"], list) and entry["name"]
+                assert entry["dtype"] in DTYPES and isinstance(entry["shape"], list) and entry["name"]
                 assert isinstance(entry["role"], str)
                 needed = {"gradient": "of", "buffer": "feeds"}.get(entry["role"])
                 assert entry in graph["inputs"] or needed is None or needed in entry
@@ -186,4 +179,4 @@ def _load(path: Path) -> ir.Model:
 
 def _fits(value: ir.Value, entry: Mapping[str, Any]) -> bool:
     shape = None if value.shape is None else [s if isinstance(s, int) else s.value for s in value.shape]
-    return value.dtype == ONNX[_DTYPES[entry["dtype"]]] and shape == entry["shape"]
+    return value.dtype == ONNX[DTYPES[entry["dtype"]]] and shape == entry["shape"]

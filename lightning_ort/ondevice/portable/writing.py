@@ -16,8 +16,8 @@ from lightning_ort.files.writing import write_file
 from lightning_ort.ondevice.flavour import Artifacts
 from lightning_ort.ondevice.optimizers import OptimizerConfig
 from lightning_ort.ondevice.portable.checkpoint import save_checkpoint
-from lightning_ort.ondevice.portable.manifest import FORMAT, SUFFIX, VERSION, dtype_name
-from lightning_ort.ondevice.portable.names import LEARNING_RATE, NEW, STEP, moment_name
+from lightning_ort.ondevice.portable.manifest import FORMAT, SUFFIX, VERSION
+from lightning_ort.ondevice.portable.names import LEARNING_RATE, NEW, STEP, dtype_name, moment_name
 from lightning_ort.ondevice.portable.train_step import gradients_model, train_step_model, update_model
 from lightning_ort.onnx_gradients.joint import GRAD
 from lightning_ort.runtime.dtypes import ONNX
@@ -30,7 +30,9 @@ _RANDOMNESS = (
 )
 
 
-def write_artifacts(artifacts: Artifacts, directory: Path, prefix: str) -> list[Path]:
+def write_artifacts(
+    artifacts: Artifacts, directory: Path, prefix: str, *, nominal_checkpoint: bool = False
+) -> list[Path]:
     """Write all files, the manifest last; the paths."""
     state, config = artifacts.state, artifacts.optimizer
     models: dict[str, ir.Model] = {"gradients": gradients_model(artifacts.train)}
@@ -70,6 +72,9 @@ def write_artifacts(artifacts: Artifacts, directory: Path, prefix: str) -> list[
         save_onnx(model, paths[-1])
     paths.append(directory / f"{prefix}checkpoint.safetensors")
     save_checkpoint(state, paths[-1], include_optimizer_state=True)
+    if nominal_checkpoint:
+        paths.append(directory / f"{prefix}nominal_checkpoint.safetensors")
+        save_checkpoint(state, paths[-1], include_optimizer_state=False, nominal=True)
     paths.append(directory / f"{prefix}{SUFFIX}")
     with write_file(paths[-1], replace=True) as file:
         file.write((json.dumps(content, indent=1) + "\n").encode())
