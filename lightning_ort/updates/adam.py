@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from torch import Tensor
 
-from lightning_ort.updates.rule import Rule
+from lightning_ort.updates.two_moments import TwoMoments
 
 __all__ = ["Adam"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Adam(Rule):
+class Adam(TwoMoments):
     """Adam, as ``torch.optim.AdamW`` or as the AdamW of Hugging Face's first transformers.
 
     Attributes:
@@ -26,11 +25,11 @@ class Adam(Rule):
     decay: Literal["before", "after", "none"] = "before"
     amsgrad: bool = False
 
-    coefficients = ("alpha", "new_1", "beta", "new_2", "epsilon", "step", "kept")
+    coefficients = (*TwoMoments.coefficients, "epsilon", "step", "kept")
 
     @property
     def states(self) -> tuple[str, ...]:
-        return ("moment_1", "moment_2", *["largest_2"] * self.amsgrad)
+        return (*super().states, *["largest_2"] * self.amsgrad)
 
     @staticmethod
     def numbers(
@@ -63,18 +62,14 @@ class Adam(Rule):
         second = (1 - beta**count) ** 0.5 if bias_correction else 1.0
         # m / first / (sqrt(v) / second + epsilon), with all scalar factors drawn together
         epsilon = epsilon * second if scaled_epsilon else epsilon
-        new = alpha - 1 if maximize else 1 - alpha
-        return alpha, new, beta, math.sqrt(1 - beta), epsilon, lr * second / first, 1 - lr * weight_decay
+        shares = Adam.shares(alpha, beta, maximize=maximize)
+        return *shares, epsilon, lr * second / first, 1 - lr * weight_decay
 
     def formula(
         self, param: Tensor, grad: Tensor, scale: Tensor, states: Sequence[Tensor], c: Mapping[str, Tensor]
     ) -> tuple[Tensor, ...]:
-        moment_1, moment_2, *largest = states
-        moment_1 = c["alpha"] * moment_1 + (c["new_1"] * scale) * grad
-        # squared after scaling: the square of a gradient times the loss scale could overflow
-        root = (c["new_2"] * scale) * grad
-        moment_2 = c["beta"] * moment_2 + root * root
-        largest = [past.maximum(moment_2) for past in largest]
+        moment_1, moment_2 = self.moments(grad, scale, states, c)
+        largest = [past.maximum(moment_2) for past in states[2:]]
         update = moment_1 / ((*largest, moment_2)[0].sqrt() + c["epsilon"]) * c["step"]
         if self.decay == "before":
             param = c["kept"] * param - update

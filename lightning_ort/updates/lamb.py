@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from lightning_ort.updates.rule import Rule
+from lightning_ort.updates.two_moments import TwoMoments
 
 __all__ = ["Lamb"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Lamb(Rule):
+class Lamb(TwoMoments):
     """LAMB (You et al., 2020) with a clamped trust ratio."""
 
-    coefficients = (
-        "alpha", "new_1", "beta", "new_2", "epsilon", "corrected", "decay", "lr", "ratio_min", "ratio_max",
-    )  # fmt: skip
+    coefficients = (*TwoMoments.coefficients, "epsilon", "corrected", "decay", "lr", "ratio_min", "ratio_max")
     elementwise = False
-
-    @property
-    def states(self) -> tuple[str, ...]:
-        return ("moment_1", "moment_2")
 
     @staticmethod
     def numbers(
@@ -44,18 +37,13 @@ class Lamb(Rule):
         first = 1 - alpha**count if bias_correction else 1.0
         # a power, so that lr and count may be tensors
         second = (1 - beta**count) ** 0.5 if bias_correction else 1.0
-        return (
-            alpha, 1 - alpha, beta, math.sqrt(1 - beta), epsilon * second, second / first, weight_decay, lr,
-            ratio_min, ratio_max,
-        )  # fmt: skip
+        shares = Lamb.shares(alpha, beta)
+        return *shares, epsilon * second, second / first, weight_decay, lr, ratio_min, ratio_max
 
     def formula(
         self, param: Tensor, grad: Tensor, scale: Tensor, states: Sequence[Tensor], c: Mapping[str, Tensor]
     ) -> tuple[Tensor, ...]:
-        moment_1, moment_2 = states
-        moment_1 = c["alpha"] * moment_1 + (c["new_1"] * scale) * grad
-        root = (c["new_2"] * scale) * grad
-        moment_2 = c["beta"] * moment_2 + root * root
+        moment_1, moment_2 = self.moments(grad, scale, states, c)
         direction = c["decay"] * param + moment_1 / (moment_2.sqrt() + c["epsilon"]) * c["corrected"]
         length, reach = param.dot(param).sqrt(), direction.dot(direction).sqrt()
         ratio = (length / reach).maximum(c["ratio_min"]).minimum(c["ratio_max"])

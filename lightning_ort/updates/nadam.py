@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from lightning_ort.updates.rule import Rule
+from lightning_ort.updates.two_moments import TwoMoments
 
 __all__ = ["NAdam"]
 
 
 @dataclasses.dataclass(frozen=True)
-class NAdam(Rule):
+class NAdam(TwoMoments):
     """Adam that looks ahead, as ``torch.optim.NAdam``.
 
     Attributes:
@@ -23,11 +23,7 @@ class NAdam(Rule):
 
     decay: bool = False
 
-    coefficients = ("alpha", "new_1", "beta", "new_2", "epsilon", "step", "ahead", "kept")
-
-    @property
-    def states(self) -> tuple[str, ...]:
-        return ("moment_1", "moment_2")
+    coefficients = (*TwoMoments.coefficients, "epsilon", "step", "ahead", "kept")
 
     @staticmethod
     def momentum(alpha: float, momentum_decay: float, count: float) -> float:
@@ -63,17 +59,12 @@ class NAdam(Rule):
         now, following = (NAdam.momentum(alpha, momentum_decay, n) for n in (count, count + 1))
         sign, second = -1.0 if maximize else 1.0, math.sqrt(1 - beta**count)
         step, ahead = (1 - now) / (1 - product), following / (1 - product * following)
-        return (
-            alpha, sign * (1 - alpha), beta, math.sqrt(1 - beta), epsilon * second, sign * lr * second * step,
-            lr * second * ahead, 1 - lr * weight_decay,
-        )  # fmt: skip
+        shares = NAdam.shares(alpha, beta, maximize=maximize)
+        return *shares, epsilon * second, sign * lr * second * step, lr * second * ahead, 1 - lr * weight_decay
 
     def formula(
         self, param: Tensor, grad: Tensor, scale: Tensor, states: Sequence[Tensor], c: Mapping[str, Tensor]
     ) -> tuple[Tensor, ...]:
-        moment_1, moment_2 = states
-        moment_1 = c["alpha"] * moment_1 + (c["new_1"] * scale) * grad
-        root = (c["new_2"] * scale) * grad
-        moment_2 = c["beta"] * moment_2 + root * root
+        moment_1, moment_2 = self.moments(grad, scale, states, c)
         update = ((c["step"] * scale) * grad + c["ahead"] * moment_1) / (moment_2.sqrt() + c["epsilon"])
         return (c["kept"] * param if self.decay else param) - update, moment_1, moment_2

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from lightning_ort.updates.rule import Rule
+from lightning_ort.updates.two_moments import TwoMoments
 
 __all__ = ["RAdam"]
 
 
 @dataclasses.dataclass(frozen=True)
-class RAdam(Rule):
+class RAdam(TwoMoments):
     """Adam that trusts its second moment only once that is known well enough, as ``torch.optim.RAdam``.
 
     Attributes:
@@ -23,11 +23,7 @@ class RAdam(Rule):
 
     decay: bool = False
 
-    coefficients = ("alpha", "new_1", "beta", "new_2", "epsilon", "adaptive", "plain", "kept")
-
-    @property
-    def states(self) -> tuple[str, ...]:
-        return ("moment_1", "moment_2")
+    coefficients = (*TwoMoments.coefficients, "epsilon", "adaptive", "plain", "kept")
 
     @staticmethod
     def numbers(
@@ -50,15 +46,11 @@ class RAdam(Rule):
         else:
             # the root is divided by, though the result is multiplied by 0
             adaptive, plain, epsilon = 0.0, lr / first, 1.0
-        new = alpha - 1 if maximize else 1 - alpha
-        return alpha, new, beta, math.sqrt(1 - beta), epsilon, adaptive, plain, 1 - lr * weight_decay
+        return *RAdam.shares(alpha, beta, maximize=maximize), epsilon, adaptive, plain, 1 - lr * weight_decay
 
     def formula(
         self, param: Tensor, grad: Tensor, scale: Tensor, states: Sequence[Tensor], c: Mapping[str, Tensor]
     ) -> tuple[Tensor, ...]:
-        moment_1, moment_2 = states
-        moment_1 = c["alpha"] * moment_1 + (c["new_1"] * scale) * grad
-        root = (c["new_2"] * scale) * grad
-        moment_2 = c["beta"] * moment_2 + root * root
+        moment_1, moment_2 = self.moments(grad, scale, states, c)
         update = moment_1 * (c["adaptive"] / (moment_2.sqrt() + c["epsilon"]) + c["plain"])
         return (c["kept"] * param if self.decay else param) - update, moment_1, moment_2
