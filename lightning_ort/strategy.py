@@ -91,7 +91,7 @@ class ORTStrategy(SingleDeviceStrategy):
     ) -> None:
         require_onnxruntime()
         # these need ONNX Runtime, whose absence shall be explained and not break the import of this package
-        from lightning_ort.optimizer_steps import StepHooks
+        from lightning_ort.optimizer_steps import HookedOptimizers
         from lightning_ort.runtime.providers import check_available
         from lightning_ort.runtime.session import RuntimeConfig
 
@@ -116,7 +116,7 @@ class ORTStrategy(SingleDeviceStrategy):
             self.parallel_devices = parallel_devices
         self._on_unsupported, self._verify, self._print_report = on_unsupported, verify, print_report
         self._report = Report()
-        self._step_hooks = StepHooks(
+        self._hooked_optimizers = HookedOptimizers(
             optimizer, self._config, verify=verify, refuse=on_unsupported == "error", report=self._report
         )
         self._steps: CompiledSteps | None = None
@@ -199,7 +199,7 @@ class ORTStrategy(SingleDeviceStrategy):
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         # a property has no other way to its base's setter
         SingleDeviceStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
-        self._step_hooks.attach(optimizers)
+        self._hooked_optimizers.attach(optimizers)
         if self._steps is not None:
             self._steps.set_optimizers(optimizers)
 
@@ -242,7 +242,7 @@ class ORTStrategy(SingleDeviceStrategy):
         # what was compiled is kept: Trainer.test after Trainer.fit is a new setup of the same module
         if self._steps is not None:
             self._steps.remove()
-        self._step_hooks.remove()
+        self._hooked_optimizers.remove()
         super().teardown()
 
     @override

@@ -1,4 +1,4 @@
-"""The hooks of all optimizers of a Trainer."""
+"""All optimizers of a Trainer, each with its hook."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
-from lightning_ort.optimizer_steps.hook import Mode, StepHook
+from lightning_ort.optimizer_steps.step_hook import Mode, StepHook
 from lightning_ort.report import OptimizerReport, Report
 from lightning_ort.runtime.session import RuntimeConfig
 
-__all__ = ["StepHooks"]
+__all__ = ["HookedOptimizers"]
 
 
-class StepHooks:
-    """A hook for each optimizer in use.
+class HookedOptimizers:
+    """Keeps a hook in the step of each optimizer in use.
 
     Args:
         mode: see :class:`StepHook`; with ``"torch"`` there are none.
