@@ -130,6 +130,7 @@ CASES: dict[str, Case] = {
     "Gemm": Case("y = Gemm<transA=1, transB=1, alpha=0.5, beta=2.0>(a, b, c)", {"a": (4, 2), "b": (5, 4), "c": (2, 1)}),
     "Gemm with a bias": Case("y = Gemm(a, b, c)", {"a": (2, 4), "b": (4, 5), "c": (5,)}),
     "Gemm alone": Case("y = Gemm<alpha=0.5>(a, b)", {"a": (2, 4), "b": (4, 5)}),
+    "Det": Case("y = Det(x)", {"x": (2, 3, 3)}),
     "Einsum": Case('y = Einsum<equation="bij,bkj->bik">(a, b)', {"a": (2, 3, 4), "b": (2, 5, 4)}),
     # shapes
     "Shape": Case("y = Shape<start=1>(x)", {"x": X}, out="int64"),

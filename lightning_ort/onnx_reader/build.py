@@ -15,7 +15,7 @@ from torch import fx, nn
 from lightning_ort.errors import UnsupportedError
 from lightning_ort.onnx_reader import numbers
 from lightning_ort.onnx_reader.control_flow import CONTROL_FLOW
-from lightning_ort.onnx_reader.number_rules import dtype_of, number_type
+from lightning_ort.onnx_reader.number_rules import dtype_of, length_of, number_type
 from lightning_ort.onnx_reader.registry import OPERATORS, Operator
 from lightning_ort.onnx_reader.values import Computed, Constant, Number, Value, attributes_of, label_of, tensor_from
 
@@ -103,6 +103,8 @@ class Reader:
             attributes["n_outputs"] = outputs
         if "input_dtype" in row.extras and not isinstance(inputs[0], Computed):
             attributes["input_dtype"] = dtype_of(inputs[0])
+        if not domain and node.op_type == "Shape" and isinstance(inputs[0], Number) and inputs[0].length is not None:
+            inputs[0] = Constant(torch.empty(inputs[0].length, device="meta"))
         number = number_type(node.op_type, inputs, attributes) if not domain else None
         if number is not None:
             self.values[node.output[0]] = self._as_number(node, inputs, attributes, *number)
@@ -129,7 +131,8 @@ class Reader:
             target = numbers.NUMBER_OPERATORS[name]
             arguments = [None if v is None else self._number(v) for v in inputs]
         call = self._named(self.graph.call_function(target, tuple(arguments), attributes), node)
-        return Number(call, dtype, rank, of_sizes=name == "Shape" and isinstance(inputs[0], Number))
+        of_sizes = name == "Shape" and isinstance(inputs[0], Number)
+        return Number(call, dtype, rank, of_sizes, length_of(name, inputs, attributes) if rank else None)
 
     def _number(self, value: Value) -> Any:
         return numbers.as_number(value.tensor) if isinstance(value, Constant) else value.node

@@ -46,8 +46,8 @@ def read_loop(reader: Reader, node: onnx.NodeProto) -> None:
     body: onnx.GraphProto = attributes_of(node)["body"]
     limit, condition = (reader.values[name] if name else None for name in node.input[:2])
     carried = [reader.values[name] for name in node.input[2:]]
-    most = _constant(node, limit, "its number of iterations")
-    goes_on = _constant(node, condition, "its condition")
+    most = _constant(node, limit, "its number of iterations", node.input[0])
+    goes_on = _constant(node, condition, "its condition", node.input[1])
     names = [i.name for i in body.input]
     scanned: list[list[Value]] = [[] for _ in body.output[1 + len(carried) :]]
     count = 0
@@ -57,7 +57,7 @@ def read_loop(reader: Reader, node: onnx.NodeProto) -> None:
         going = Constant(torch.tensor(True)) if condition is None else condition
         reader.values.update(zip(names, [Constant(torch.tensor(count)), going, *carried], strict=True))
         condition, *results = _read(reader, body)
-        goes_on = _constant(node, condition, "its condition")
+        goes_on = _constant(node, condition, "its condition", body.output[0].name)
         carried, steps = results[: len(carried)], results[len(carried) :]
         for all_of_it, value in zip(scanned, steps, strict=True):
             all_of_it.append(value)
@@ -81,11 +81,13 @@ def _read(reader: Reader, graph: onnx.GraphProto) -> list[Value]:
     return [reader.values[output.name] for output in graph.output]
 
 
-def _constant(node: onnx.NodeProto, value: Value | None, what: str) -> int | None:
+def _constant(node: onnx.NodeProto, value: Value | None, what: str, name: str) -> int | None:
     if value is None:
         return None
     if not isinstance(value, Constant):
-        raise UnsupportedError(f"{label_of(node)}: {what} is computed when the graph runs; only constants can be read.")
+        raise UnsupportedError(
+            f"{label_of(node)}: {what} ({name!r}) is computed when the graph runs; only constants can be read."
+        )
     return int(value.tensor)
 
 

@@ -10,12 +10,14 @@ import torch
 from lightning_ort.onnx_reader import numbers
 from lightning_ort.onnx_reader.values import Constant, Number, Value
 
-__all__ = ["dtype_of", "number_type"]
+__all__ = ["dtype_of", "length_of", "number_type"]
 
 _COMPARISONS = {"Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "And", "Or", "Not"}
 _ELEMENTWISE = _COMPARISONS | {
     "Add", "Sub", "Mul", "Div", "Mod", "Pow", "Neg", "Abs", "Floor", "Ceil", "Sqrt", "Where", "Max", "Min", "Cast",
 }  # fmt: skip
+_MOVING = {"Concat", "Gather", "Reshape", "Slice", "Unsqueeze"}
+"""They look at no number but those that say from where to where."""
 _REDUCTIONS = {"ReduceProd", "ReduceSum", "ReduceMax", "ReduceMin"}
 
 
@@ -71,6 +73,21 @@ def _elementwise(
             return None
         name = "TrueDiv" if op_type == "Div" else op_type
     return name, dtype, rank
+
+
+def length_of(name: str, inputs: Sequence[Value | None], attributes: dict[str, Any]) -> int | None:
+    """Number of entries of a list of numbers, where it is known whatever they are; else ``None``."""
+    if name not in _MOVING:
+        return None
+    moved = inputs if name == "Concat" else inputs[:1]
+    if any(isinstance(v, Number) and ((v.length is None and v.rank) or v not in moved) for v in inputs):
+        return None
+    arguments: list[Any] = [numbers.as_number(v.tensor) if isinstance(v, Constant) else None for v in inputs]
+    for i, value in enumerate(inputs):
+        if isinstance(value, Number) and value.length is not None:
+            arguments[i] = [None] * value.length
+    result = numbers.NUMBER_OPERATORS[name](*arguments, **attributes)
+    return len(result) if isinstance(result, list) else None
 
 
 def dtype_of(value: Value | None) -> torch.dtype:

@@ -36,6 +36,8 @@ class Number:
     rank: int
     of_sizes: bool = False
     """it is how many sizes there are, so that what is made with it is as long as a list of sizes"""
+    length: int | None = None
+    """number of entries of a list, where the graph tells"""
 
 
 @dataclasses.dataclass(frozen=True)

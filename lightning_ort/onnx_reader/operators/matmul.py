@@ -1,4 +1,4 @@
-"""Matrix products."""
+"""Matrix products, and determinants."""
 
 from __future__ import annotations
 
@@ -33,6 +33,11 @@ def gemm(
     if alpha == 1 and beta == 1:
         return torch.addmm(c, a, b) if c.dim() <= 1 else torch.mm(a, b) + c
     return torch.mm(a, b) * alpha + c * beta
+
+
+@operator("Det")
+def det(x: Tensor) -> Tensor:
+    return torch.linalg.det(x)
 
 
 @operator("Einsum")
