@@ -102,7 +102,8 @@ class Plan:
         self._n_inner = len(writes) - len(self._outputs)
         steps = []
         for segment in segments:
-            build = self._torch_step if segment.in_torch else self._ort_step
+            # one without results is an assertion about what torch computed
+            build = self._torch_step if segment.in_torch or not segment.outputs else self._ort_step
             steps.append(build(segment, reads, writes))
         self._last_reads = self._find_last_reads(segments, reads)
         return steps

@@ -11,6 +11,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from lightning_ort.compiler.decompositions.checks import refuse_unless
 from lightning_ort.compiler.decompositions.composites import composes
 from lightning_ort.compiler.decompositions.registry import keeps
 
@@ -44,7 +45,20 @@ def embedding_bag(
     length = None if include_last_offset else _common_length(offsets, indices)
     if length is not None:
         return _equal_bags(rows, indices, kept, length, mode)
+    _check(offsets, indices.shape[0], include_last_offset)
     return _bags(rows, indices, kept, offsets, offsets.shape[0] - include_last_offset, mode)
+
+
+def _check(offsets: Tensor, count: Any, include_last_offset: bool) -> None:
+    """Refuse offsets that eager refuses, or with which it reads memory that it never wrote."""
+    end = torch.full_like(offsets[:1], count)
+    bounds = torch.cat([torch.zeros_like(end), offsets, end])
+    rises = bounds.diff()
+    fits = (rises >= 0).all() & (rises[:1] == 0)
+    if include_last_offset:
+        fits = fits & (rises[-1:] == 0)
+    last = "end with" if include_last_offset else "not exceed"
+    refuse_unless(fits, f"the offsets of embedding bags must start with 0, rise, and {last} the number of indices")
 
 
 def _common_length(offsets: Tensor, indices: Tensor) -> Any:

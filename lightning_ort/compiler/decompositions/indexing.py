@@ -1,6 +1,10 @@
-"""Reductions over elements that share an index."""
+"""Reductions over elements that share an index, and writing at positions that do not count from the end."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,5 +46,47 @@ def scatter_reduce(
 def index_reduce(
     x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
 ) -> Tensor:
+    return x.scatter_reduce(dim, _along(x, dim, index, source), source, reduce, include_self=include_self)
+
+
+def _along(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+    """``index`` of positions along one dimension, once for each element of ``source``."""
     shape = [-1 if d == dim % x.dim() else 1 for d in range(x.dim())]
-    return x.scatter_reduce(dim, index.view(shape).expand_as(source), source, reduce, include_self=include_self)
+    return index.to(torch.int64).view(shape).expand_as(source)
+
+
+# torch's own rewritings of these are assignments by index, which count from the end where the operators do not
+
+
+@decomposes(aten.index_add.default)
+def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Tensor:
+    if x.dim() == 0:
+        return index_add(x.view(1), 0, index.view(1), source.view(1), alpha=alpha).view(())
+    source = source if alpha == 1 else source * alpha
+    return x.scatter_add(dim, _along(x, dim, index, source), source)
+
+
+@decomposes(aten.index_copy.default)
+def index_copy(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+    if x.dim() == 0:
+        return index_copy(x.view(1), 0, index.view(1), source.view(1)).view(())
+    return x.scatter(dim, _along(x, dim, index, source), source)
+
+
+@decomposes(aten.max_unpool2d.default)
+def max_unpool2d(x: Tensor, indices: Tensor, output_size: Sequence[Any]) -> Tensor:
+    return _unpooled(x, indices, output_size)
+
+
+@decomposes(aten.max_unpool3d.default)
+def max_unpool3d(
+    x: Tensor, indices: Tensor, output_size: Sequence[Any], stride: Sequence[int], padding: Sequence[int]
+) -> Tensor:
+    return _unpooled(x, indices, output_size)
+
+
+def _unpooled(x: Tensor, indices: Tensor, sizes: Sequence[Any]) -> Tensor:
+    """``x`` at the positions ``indices`` of planes (or volumes) of zeros."""
+    lead = x.shape[: x.dim() - len(sizes)]
+    zeros = torch.zeros(*lead, math.prod(sizes), dtype=x.dtype, device=x.device)
+    return zeros.scatter(-1, indices.flatten(len(lead)), x.flatten(len(lead))).reshape(*lead, *sizes)

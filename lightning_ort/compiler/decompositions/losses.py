@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from lightning_ort.compiler.decompositions.checks import refuse_unless
 from lightning_ort.compiler.decompositions.composites import composes
 from lightning_ort.compiler.decompositions.registry import decomposes, keeps
 
@@ -22,6 +25,7 @@ def multilabel_margin_loss_forward(x: Tensor, target: Tensor, reduction: int) ->
     shape = x.shape
     x, target = torch.atleast_2d(x), torch.atleast_2d(target)
     classes = x.shape[1]
+    refuse_unless((target >= -1) & (target < classes), "the target of a multi-label margin loss is out of range")
     index = torch.arange(classes)
     valid = index < torch.where(target == -1, index, classes).amin(-1, keepdim=True)
     at_target = x.gather(1, torch.where(valid, target, 0))
@@ -32,6 +36,14 @@ def multilabel_margin_loss_forward(x: Tensor, target: Tensor, reduction: int) ->
     loss = torch.where(counted, margins, 0).sum((1, 2)) / classes
     loss = loss.mean() if reduction == 1 else loss.sum() if reduction == 2 else loss
     return (loss if len(shape) > 1 or reduction else loss.squeeze(0)), is_target.to(x.dtype).reshape(shape)
+
+
+@composes(aten.binary_cross_entropy.default)
+def binary_cross_entropy(x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1) -> Any:
+    """Left to torch, which rewrites it without the checks of its kernel."""
+    for name, value in (("input", x.detach()), ("target", target.detach())):
+        refuse_unless((value >= 0) & (value <= 1), f"all elements of {name} should be between 0 and 1")
+    return NotImplemented
 
 
 def _reduced(loss: Tensor, reduction: int) -> Tensor:

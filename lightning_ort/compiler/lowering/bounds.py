@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -47,12 +48,13 @@ _VIEWS = {
 }
 
 
-def positions(g: GraphBuilder, index: fx.Node) -> ir.Value:
-    """``index`` as int64, for an operator of torch that accepts 0 to the size of a dimension, less one.
+def positions(g: GraphBuilder, index: fx.Node, size: Any) -> ir.Value:
+    """``index`` as int64, for an operator of torch that accepts 0 to ``size`` - 1.
 
     Gather, GatherElements, ScatterElements and their like count negative positions from the end. Here those become
     positions beyond any end, so that ONNX Runtime's own check of bounds refuses them.
     """
+    g.accept(f"0 to {size - 1}" if isinstance(size, int) else "0 to the size of the dimension - 1")
     value = g.operand(index, torch.int64)
     return value if _is_not_negative(index) else unwrapped(g, value)
 
@@ -61,6 +63,13 @@ def unwrapped(g: GraphBuilder, index: ir.Value) -> ir.Value:
     """int64 positions with the largest integer in the place of negative ones; for values that have no fx node."""
     is_negative = g.op("Less", index, g.constant(0, torch.int64))
     return g.op("Where", is_negative, g.constant(_BEYOND, torch.int64), index)
+
+
+def wrapping_positions(g: GraphBuilder, indices: Sequence[fx.Node], sizes: Sequence[Any]) -> list[ir.Value]:
+    """``indices`` as int64, for an operator of torch that counts negative ones from the end, as ONNX does."""
+    ranges = [f"-{s} to {s - 1}" if isinstance(s, int) else "those of the dimension" for s in sizes]
+    g.accept(ranges[0] if len(set(ranges)) == 1 else ", ".join(ranges))
+    return [g.operand(index, torch.int64) for index in indices]
 
 
 def _is_not_negative(node: Any) -> bool:

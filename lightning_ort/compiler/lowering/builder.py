@@ -59,6 +59,8 @@ class GraphBuilder:
         """Smaller values that broadcast to the value of a node; element-wise operators can do with those."""
         self._constants: dict[Any, ir.Value] = {}
         self._checks: list[ir.Value] = []
+        self.accepted: dict[str, str] = {}
+        """The positions that an fx node accepts, in words, by its name: for the error of a run that has others."""
         self._scope = "graph"
 
     # -- what the graph consists of ---------------------------------------------------------------------------------
@@ -157,15 +159,22 @@ class GraphBuilder:
         self._checks.append(check)
 
     def _checked(self, value: ir.Value, node: fx.Node) -> ir.Value:
-        """``value`` reshaped by computed sizes of 0, which keep the shape: not to be had unless all checks hold."""
+        """``value`` reshaped by computed sizes of 0, which keep the shape: not to be had unless all checks hold.
+
+        A scalar is read from position 0, computed likewise.
+        """
         zero = self._checks[0]
         for check in self._checks[1:]:
             zero = self.op("Add", zero, check)
         rank = rank_of(node)
         if rank:
             return self.op("Reshape", value, self.op("Expand", zero, self.ints([rank])))
-        vector = self.op("Reshape", self.op("Reshape", value, self.ints([1])), self.op("Expand", zero, self.ints([1])))
-        return self.op("Reshape", vector, self.ints([]))
+        # ONNX Runtime 1.31 would join two Reshapes and lose the check
+        return self.op("Gather", self.op("Reshape", value, self.ints([1])), zero, axis=0)
+
+    def accept(self, positions: str) -> None:
+        """Note the positions that the operator being written accepts, in words such as "0 to 9"."""
+        self.accepted[self._scope] = positions
 
     def knows(self, node: fx.Node) -> bool:
         """Whether ``node`` has a value in this graph; another part of the step may have computed it instead."""

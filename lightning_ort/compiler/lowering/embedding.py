@@ -23,7 +23,7 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> ir.Value:
-    return g.op("Gather", g.value(weight), positions(g, indices), axis=0)
+    return g.op("Gather", g.value(weight), positions(g, indices, shape_of(weight)[0]), axis=0)
 
 
 @lowers(aten.embedding_dense_backward.default)
@@ -38,7 +38,7 @@ def embedding_dense_backward(
 ) -> ir.Value:
     dtype, width = dtype_of(grad), shape_of(grad)[-1]
     rows = g.op("Reshape", g.value(grad), g.ints([-1, int(width)]))
-    flat = g.op("Reshape", positions(g, indices), g.ints([-1, 1]))
+    flat = g.op("Reshape", positions(g, indices, num_weights), g.ints([-1, 1]))
     if padding_idx >= 0:
         kept = g.op("Not", g.op("Equal", flat, g.constant(padding_idx, torch.int64)))
         rows = g.op("Where", kept, rows, g.constant(0, dtype))

@@ -37,7 +37,7 @@ def index_put(
     """
     if len(indices) == 1 and indices[0] is not None and is_mask(indices[0]):
         return _masked(g, x, indices[0], values, accumulate)
-    dims, positions = index_values(g, indices)
+    dims, positions = index_values(g, x, indices)
     rank, count = rank_of(x), len(dims)
     index_rank = broadcast_rank(indices)
     data, updates = g.value(x), _expanded(g, x, indices, dims, positions, values)
@@ -67,14 +67,25 @@ def index_put(
 
 
 def _linear(g: GraphBuilder, x: fx.Node, dims: Sequence[int], positions: Sequence[ir.Value]) -> ir.Value:
-    """The position in the indexed dimensions taken as one; negative indices count from the end of their own."""
+    """The position in the indexed dimensions taken as one; negative indices count from the end of their own.
+
+    Each is looked up among the numbers of its dimension, which refuses those that are out of range.
+    """
     if len(dims) == 1:
         return positions[0]
-    wrapped = [g.op("Mod", position, _size(g, x, d)) for d, position in zip(dims, positions, strict=True)]
-    result = wrapped[0]
-    for d, position in zip(dims[1:], wrapped[1:], strict=True):
+    counted = [g.op("Gather", _numbers(g, x, d), p, axis=0) for d, p in zip(dims, positions, strict=True)]
+    result = counted[0]
+    for d, position in zip(dims[1:], counted[1:], strict=True):
         result = g.op("Add", g.op("Mul", result, _size(g, x, d)), position)
     return result
+
+
+def _numbers(g: GraphBuilder, x: fx.Node, dim: int) -> ir.Value:
+    size = shape_of(x)[dim]
+    if isinstance(size, int):
+        return g.ints(range(size))
+    zero, one = g.constant(0, torch.int64), g.constant(1, torch.int64)
+    return g.op("Range", zero, g.op("Squeeze", _size(g, x, dim)), one)
 
 
 def _size(g: GraphBuilder, x: fx.Node, dim: int) -> ir.Value:

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from lightning_ort.compiler.lowering.bounds import positions
+from lightning_ort.compiler.lowering.bounds import positions, wrapping_positions
 from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, rank_of, shape_of
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
 from lightning_ort.compiler.lowering.shapes import is_empty, positive, same_shape
@@ -23,13 +23,17 @@ def _as_vector(g: GraphBuilder, value: ir.Value, rank: int) -> ir.Value:
     return g.op("Reshape", value, g.ints([1])) if rank == 0 else value
 
 
+def _size(x: fx.Node, dim: int) -> Any:
+    return shape_of(x)[dim] if rank_of(x) else 1
+
+
 @lowers(aten.gather.default)
 def gather(
     g: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, *, sparse_grad: bool = False
 ) -> ir.Value:
     data, places = (
         _as_vector(g, g.value(x), rank_of(x)),
-        _as_vector(g, positions(g, index), rank_of(index)),
+        _as_vector(g, positions(g, index, _size(x, dim)), rank_of(index)),
     )
     if is_empty(index):
         return g.op("ConstantOfShape", g.shape(index), value=ir.tensor(np.zeros(1, NUMPY[dtype_of(x)])))
@@ -41,7 +45,7 @@ def gather(
 def index_select(g: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node) -> ir.Value:
     data, places = (
         _as_vector(g, g.value(x), rank_of(x)),
-        _as_vector(g, positions(g, index), rank_of(index)),
+        _as_vector(g, positions(g, index, _size(x, dim)), rank_of(index)),
     )
     result = g.op("Gather", data, places, axis=positive(dim, rank_of(x)))
     return result if rank_of(x) else g.op("Reshape", result, g.ints([]))
@@ -72,7 +76,8 @@ def scattered(
 ) -> ir.Value:
     """``x`` with ``updates``, of the shape of ``index``, written along ``dim``."""
     rank = rank_of(x)
-    data, places = _as_vector(g, g.value(x), rank), _as_vector(g, positions(g, index), rank_of(index))
+    data = _as_vector(g, g.value(x), rank)
+    places = _as_vector(g, positions(g, index, _size(x, dim)), rank_of(index))
     updates = _as_vector(g, updates, rank_of(index))
     result = scatter_elements(g, dtype_of(x), data, places, updates, positive(dim, rank), reduction)
     return result if rank else g.op("Reshape", result, g.ints([]))
@@ -146,17 +151,12 @@ def is_mask(index: fx.Node) -> bool:
     return dtype_of(index) in (torch.bool, torch.uint8)
 
 
-def index_values(g: GraphBuilder, indices: Sequence[fx.Node | None]) -> tuple[list[int], list[ir.Value]]:
-    """The indexed dimensions and their int64 indices."""
-    dims = [d for d, i in enumerate(indices) if i is not None]
-    values = []
-    for d in dims:
-        index = indices[d]
-        assert index is not None
-        if is_mask(index):
-            raise NotLowered("indexing by a boolean mask: the size of the result depends on the data")
-        values.append(g.operand(index, torch.int64))
-    return dims, values
+def index_values(g: GraphBuilder, x: fx.Node, indices: Sequence[fx.Node | None]) -> tuple[list[int], list[ir.Value]]:
+    """The indexed dimensions of ``x`` and their int64 indices."""
+    found = {d: i for d, i in enumerate(indices) if i is not None}
+    if any(is_mask(i) for i in found.values()):
+        raise NotLowered("indexing by a boolean mask: the size of the result depends on the data")
+    return list(found), wrapping_positions(g, list(found.values()), [shape_of(x)[d] for d in found])
 
 
 def broadcast_rank(indices: Sequence[fx.Node | None]) -> int:
@@ -166,7 +166,7 @@ def broadcast_rank(indices: Sequence[fx.Node | None]) -> int:
 
 @lowers(aten.index.Tensor, aten._unsafe_index.Tensor)
 def index(g: GraphBuilder, node: fx.Node, x: fx.Node, indices: Sequence[fx.Node | None]) -> ir.Value:
-    dims, values = index_values(g, indices)
+    dims, values = index_values(g, x, indices)
     if not dims:
         return g.value(x)
     if len(dims) == 1:
@@ -176,7 +176,7 @@ def index(g: GraphBuilder, node: fx.Node, x: fx.Node, indices: Sequence[fx.Node 
     data = g.value(x)
     if dims != list(range(len(dims))):
         data = g.op("Transpose", data, perm=dims + others)
-    result = g.op("GatherND", data, coordinates(g, indices))
+    result = g.op("GatherND", data, coordinates(g, indices, values))
     first = result_position(dims)
     if first == 0:
         return result
@@ -191,9 +191,8 @@ def result_position(dims: Sequence[int]) -> int:
     return dims[0] if list(dims) == list(range(dims[0], dims[-1] + 1)) else 0
 
 
-def coordinates(g: GraphBuilder, indices: Sequence[fx.Node | None]) -> ir.Value:
-    """The indices, broadcast together, as rows of coordinates in the last dimension."""
-    _, values = index_values(g, indices)
+def coordinates(g: GraphBuilder, indices: Sequence[fx.Node | None], values: Sequence[ir.Value]) -> ir.Value:
+    """The values of the indices, broadcast together, as rows of coordinates in the last dimension."""
     nodes = [i for i in indices if i is not None]
     if not all(same_shape(shape_of(nodes[0]), shape_of(n)) for n in nodes):
         common = values[0]
@@ -208,6 +207,7 @@ def coordinates(g: GraphBuilder, indices: Sequence[fx.Node | None]) -> ir.Value:
 @lowers(aten.put.default)
 def put(g: GraphBuilder, node: fx.Node, x: fx.Node, index: fx.Node, src: fx.Node, accumulate: bool = False) -> ir.Value:
     """Writing to the tensor taken as a vector."""
-    data, positions, updates = (g.op("Reshape", g.value(v), g.ints([-1])) for v in (x, index, src))
-    result = scatter_elements(g, dtype_of(x), data, positions, updates, 0, "add" if accumulate else "none")
+    (places,) = wrapping_positions(g, [index], [x.meta["val"].numel()])
+    data, places, updates = (g.op("Reshape", v, g.ints([-1])) for v in (g.value(x), places, g.value(src)))
+    result = scatter_elements(g, dtype_of(x), data, places, updates, 0, "add" if accumulate else "none")
     return g.op("Reshape", result, g.shape(x))

@@ -122,13 +122,18 @@ def div(g: GraphBuilder, node: fx.Node, a: Any, b: Any) -> ir.Value:
     return elementwise(g, node, dtype_of(node), functools.partial(g.op, "Div"), a, b)
 
 
-def _divisor(g: GraphBuilder, y: ir.Value, divisor: Any, dtype: torch.dtype) -> ir.Value:
-    """A divisor of integers that is not 0, by which ONNX Runtime would end the process; torch raises an error."""
-    if (isinstance(divisor, int) and divisor != 0) or (is_tensor(divisor) and is_empty(divisor)):
-        return y
+def _division(g: GraphBuilder, x: ir.Value, y: ir.Value, divisor: Any, dtype: torch.dtype) -> tuple[ir.Value, ir.Value]:
+    """Integers to divide with the same result, of which ONNX Runtime divides any without ending the process.
+
+    It does for 0, where torch raises an error, and for the smallest integer and -1, where torch gives the former.
+    """
+    if (isinstance(divisor, int) and divisor not in (0, -1)) or (is_tensor(divisor) and is_empty(divisor)):
+        return x, y
     is_zero = g.op("Equal", y, g.constant(0, dtype))
     g.require(g.op("Not", g.op("ReduceMax", is_zero, keepdims=0)), "ZeroDivisionError")
-    return g.op("Where", is_zero, g.constant(1, dtype), y)
+    negates = g.op("Equal", y, g.constant(-1, dtype))
+    x = g.op("Where", negates, g.op("Sub", g.constant(0, dtype), x), x)
+    return x, g.op("Where", g.op("Or", is_zero, negates), g.constant(1, dtype), y)
 
 
 @lowers(aten.div.Tensor_mode, aten.div.Scalar_mode)
@@ -141,7 +146,7 @@ def div_mode(g: GraphBuilder, node: fx.Node, a: Any, b: Any, rounding_mode: str 
         return g.op("Floor", quotient) if rounding_mode == "floor" else _truncated(g, quotient)
     wide = computing_dtype(dtype)
     x, y = operands(g, node, wide, a, b)
-    y = _divisor(g, y, b, wide)
+    x, y = _division(g, x, y, b, wide)
     if rounding_mode == "floor":
         x = g.op("Sub", x, g.op("Mod", x, y))
     return g.cast(g.op("Div", x, y), wide, dtype)
@@ -158,7 +163,7 @@ def remainder(g: GraphBuilder, node: fx.Node, a: Any, b: Any) -> ir.Value:
     x, y = operands(g, node, dtype, a, b)
     if dtype.is_floating_point:
         return g.op("Sub", x, g.op("Mul", y, g.op("Floor", g.op("Div", x, y))))
-    return g.cast(g.op("Mod", x, _divisor(g, y, b, dtype)), dtype, dtype_of(node))
+    return g.cast(g.op("Mod", *_division(g, x, y, b, dtype)), dtype, dtype_of(node))
 
 
 @lowers(aten.fmod.Tensor, aten.fmod.Scalar)
@@ -166,7 +171,7 @@ def fmod(g: GraphBuilder, node: fx.Node, a: Any, b: Any) -> ir.Value:
     dtype = computing_dtype(dtype_of(node))
     x, y = operands(g, node, dtype, a, b)
     if not dtype.is_floating_point:
-        y = _divisor(g, y, b, dtype)
+        x, y = _division(g, x, y, b, dtype)
     return g.cast(g.op("Mod", x, y, fmod=1), dtype, dtype_of(node))
 
 

@@ -9,6 +9,7 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
+from lightning_ort.compiler.lowering.bounds import positions
 from lightning_ort.compiler.lowering.builder import Dim, GraphBuilder, dtype_of, rank_of, shape_of
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
 from lightning_ort.compiler.lowering.shapes import is_empty
@@ -77,7 +78,8 @@ def searchsorted(
 ) -> ir.Value:
     value = g.value(boundaries)
     if sorter is not None:
-        value = g.op("GatherElements", value, g.value(sorter), axis=rank_of(boundaries) - 1)
+        places = positions(g, sorter, shape_of(boundaries)[-1])
+        value = g.op("GatherElements", value, places, axis=rank_of(boundaries) - 1)
     if rank_of(boundaries) > 1:
         value = g.op("Unsqueeze", value, g.ints([rank_of(boundaries) - 1]))
     return _position(g, node, value, dtype_of(boundaries), x, right or side == "right")
