@@ -96,7 +96,7 @@ class PairStep(torch.autograd.Function):
         outputs, kept = region.run_forward(pair, args)
         ctx.kept_numbers = [None if isinstance(x, torch.Tensor) else x for x in kept]
         _keep(ctx, args, [x for x in kept if isinstance(x, torch.Tensor)])
-        ctx.shapes = [(o.shape, o.dtype) for o in outputs]
+        ctx.shapes = [(o.shape, o.dtype, o.device) for o in outputs]
         ctx.positions = region.outputs_by_position
         if region.not_differentiable:
             ctx.mark_non_differentiable(*[outputs[i] for i in region.not_differentiable])
@@ -118,8 +118,8 @@ class PairStep(torch.autograd.Function):
         for output in sorted(by_output):
             gradient = arrived.get(output)
             if gradient is None:
-                shape, dtype = ctx.shapes[by_output[output]]
-                gradient = torch.zeros(shape, dtype=dtype, device=region.device)
+                shape, dtype, device = ctx.shapes[by_output[output]]
+                gradient = torch.zeros(shape, dtype=dtype, device=device)
             tangents.append(gradient)
         found = region.run_backward(ctx.pair, kept, tangents)
         if not ctx.pair.verified:

@@ -98,14 +98,17 @@ def _raising(error: Exception) -> Callable[..., Any]:
 
 
 def _device(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> torch.device:
+    """Where the region is computed: on the one GPU that a tensor of it is on, else on the CPU."""
     devices = {x.device for x in example_inputs if isinstance(x, torch.Tensor)}
     for node in graph.graph.nodes:
         val = node.meta.get("example_value")
         if isinstance(val, torch.Tensor):
             devices.add(val.device)
-    if len(devices) > 1 and any(d.type != "cpu" for d in devices):
-        raise Untraceable(f"tensors of one region are on several devices ({', '.join(sorted(map(str, devices)))})")
-    return devices.pop() if devices else torch.device("cpu")
+    # some tensors are on the CPU in many a step on a GPU: Python floats, scalars, what a step moves by itself
+    others = {d for d in devices if d.type != "cpu"}
+    if len(others) > 1:
+        raise Untraceable(f"tensors of one region are on several devices ({', '.join(sorted(map(str, others)))})")
+    return others.pop() if others else torch.device("cpu")
 
 
 def backend(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:

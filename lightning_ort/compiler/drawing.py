@@ -10,6 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
+from lightning_ort.compiler.allocation import place_of
 from lightning_ort.compiler.draws import DRAWS
 from lightning_ort.compiler.numbers import is_number
 from lightning_ort.compiler.sizes import Sizes
@@ -28,16 +29,17 @@ def drawer(
         values = [_argument(a) for a in flat]
         numbers = [v for v in values if not isinstance(v, _Constant)]
         geometry = sizes.evaluator([*layout.shape, *layout.stride(), *numbers])
-        steps.append((DRAWS[target], node.meta["divisor"], layout.dim(), layout.dtype, geometry, values, spec))
+        place = place_of(layout, device)
+        steps.append((DRAWS[target], node.meta["divisor"], layout.dim(), layout.dtype, place, geometry, values, spec))
 
     def draw(inputs: Sequence[Any]) -> list[torch.Tensor]:
         drawn = []
-        for function, divisor, rank, dtype, geometry, values, spec in steps:
+        for function, divisor, rank, dtype, place, geometry, values, spec in steps:
             found = geometry(inputs)
             rest = iter(found[2 * rank :])
             flat = [v.value if isinstance(v, _Constant) else next(rest) for v in values]
             args, kwargs = pytree.tree_unflatten(flat, spec)
-            tensor = function(found[:rank], found[rank : 2 * rank], dtype, device, *args, **kwargs)
+            tensor = function(found[:rank], found[rank : 2 * rank], dtype, place, *args, **kwargs)
             drawn.append(tensor if divisor is None else tensor.div_(divisor))
         return drawn
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["DRAWS", "layout_of"]
+__all__ = ["DRAWS", "dropout_factor", "layout_of"]
 
 aten = torch.ops.aten
 
@@ -62,6 +62,17 @@ def _draw(fill: Callable[..., torch.Tensor]) -> Draw:
     return draw
 
 
+@torch.library.custom_op("lightning_ort::dropout_factor", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def dropout_factor(x: torch.Tensor, p: float) -> torch.Tensor:
+    """What dropout on a GPU multiplies ``x`` by; its kernel draws the mask by the layout and type of ``x``."""
+    return aten.native_dropout(torch.ones_like(x), p, True)[0]
+
+
+@dropout_factor.register_fake
+def _(x: torch.Tensor, p: float) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
 def _in_place(name: str) -> Draw:
     method = getattr(torch.Tensor, name)
     return _draw(lambda out, like, *args: method(out, *args))
@@ -78,5 +89,6 @@ DRAWS.update({
     aten.randint.low: _draw(lambda out, low, high, *args: out.random_(low, high)),
     aten.randint_like.default: _draw(lambda out, like, high, *args: out.random_(0, high)),
     aten.randint_like.low_dtype: _draw(lambda out, like, low, high, *args: out.random_(low, high)),
+    torch.ops.lightning_ort.dropout_factor.default: _draw(lambda out, like, p: dropout_factor(out, p)),
     aten.randperm.default: _draw(lambda out, *args: torch.randperm(out.shape[0], out=out)),
 })  # fmt: skip

@@ -26,7 +26,7 @@ class Executable:
     Args:
         traced: the graph; its 16-bit operators are rewritten.
         config: how sessions are made.
-        device: where all tensors live.
+        device: what computes; tensors live there or on the CPU.
         extra: further nodes to give out (values that a backward graph needs).
 
     Raises:

@@ -12,7 +12,7 @@ from torch import fx
 
 from lightning_ort.compiler.checking import ForkedRNG, Results, compare, evaluate
 from lightning_ort.compiler.executable import Executable
-from lightning_ort.compiler.surroundings import Surroundings
+from lightning_ort.compiler.surroundings import Surroundings, drawing_as_traced
 from lightning_ort.errors import MismatchError
 from lightning_ort.runtime.memory import release_free_memory
 
@@ -28,7 +28,7 @@ class FirstRun:
     Args:
         graph: Dynamo's graph of the region.
         wanted: numbers of the inputs that want a gradient.
-        device: where all tensors live.
+        device: what computes; tensors live there or on the CPU.
         surroundings: what the region is computed under.
     """
 
@@ -129,7 +129,8 @@ class FirstRun:
     ) -> Results:
         """torch's results; with a ``scale``, gradients are those of the scaled loss, unscaled where the graph does."""
         scaled = incoming if scale is None else dict.fromkeys(incoming, scale)
-        results = evaluate(self._graph, args, scaled, self._wanted, dtype=dtype, surroundings=self._surroundings)
+        with drawing_as_traced(self._graph, self._device):
+            results = evaluate(self._graph, args, scaled, self._wanted, dtype=dtype, surroundings=self._surroundings)
         if scale is None:
             return results
         wide = {i: g / scale for i, g in results.gradients.items() if args[i].dtype.itemsize >= 4}

@@ -50,7 +50,7 @@ class Plan:
         inputs: its placeholders, in the order in which :meth:`run` takes their values.
         outputs: nodes whose values :meth:`run` writes, without repetition.
         config: how sessions are made.
-        device: where all tensors live.
+        device: what computes; tensors live there or on the CPU.
 
     Attributes:
         fallbacks: what runs in torch because it has to, and why.
@@ -147,7 +147,7 @@ class Plan:
             pick_reads, pick_writes = _picker(reads), _picker(writes)
             return lambda values: session.run(pick_reads(values), pick_writes(values))
         allocate, inner_slots = allocator(inner, self._sizes, self._device), [written[n] for n in inner]
-        n_inputs, device = len(self._inputs), self._device
+        n_inputs = len(self._inputs)
 
         def step(values: list[Any]) -> None:
             if inner_slots:
@@ -158,7 +158,7 @@ class Plan:
                 for k, i in enumerate(reads):
                     if i in numbers:
                         data = [values[i]] if numbers[i] == torch.int64 else values[i]
-                        feeds[k] = torch.tensor(data, dtype=numbers[i], device=device)
+                        feeds[k] = torch.tensor(data, dtype=numbers[i])
             session.run(feeds, [values[i] for i in writes])
 
         return step

@@ -18,7 +18,7 @@ from lightning_ort.compiler.first_run import FirstRun, Incoming
 from lightning_ort.compiler.layout import OutputLayout
 from lightning_ort.compiler.partition import split
 from lightning_ort.compiler.scaling import LossScaling
-from lightning_ort.compiler.surroundings import Surroundings
+from lightning_ort.compiler.surroundings import Surroundings, drawing_as_traced
 from lightning_ort.compiler.trace import Derivative, Traced, Untraceable, fake_inputs, trace
 from lightning_ort.runtime.session import RuntimeConfig
 
@@ -45,7 +45,7 @@ class Region:
         graph: Dynamo's graph.
         example_inputs: what Dynamo passed with it.
         config: how sessions are made.
-        device: where all tensors live.
+        device: what computes; tensors live there or on the CPU.
         scaling: the scale of losses, if they are scaled.
         verify: check the first run of each graph against torch.
         on_compiled: called with each :class:`Executable` after it was compiled.
@@ -231,7 +231,7 @@ class Region:
                 with torch.enable_grad():
                     local[i] = x.view_as(x) if create_graph else x.detach().requires_grad_()
         with ForkedRNG(self.device, start), torch.enable_grad():
-            with self._surroundings.applied():
+            with self._surroundings.applied(), drawing_as_traced(self.graph, self.device):
                 outputs = self.graph(*local)
             return list(
                 torch.autograd.grad(

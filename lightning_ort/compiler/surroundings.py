@@ -7,8 +7,10 @@ import dataclasses
 from collections.abc import Iterator
 
 import torch
+from torch import fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-__all__ = ["Surroundings", "without_autocast"]
+__all__ = ["Surroundings", "drawing_as_traced", "without_autocast"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +59,29 @@ def without_autocast() -> Iterator[None]:
         for kind in _kinds():
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
+
+
+_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+
+
+@contextlib.contextmanager
+def drawing_as_traced(region: fx.GraphModule, device: torch.device) -> Iterator[None]:
+    """Have torch draw for ``region`` what its traced graph draws.
+
+    On a GPU, torch has kernels for attention and for recurrent networks that draw the dropout in them in ways of their
+    own, which no graph can follow; those that draw as on the CPU take their place.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    cudnn, before = torch.backends.cudnn, torch.backends.cudnn.enabled
+    try:
+        if any(getattr(n.target, "__name__", "") in _RECURRENT for n in region.graph.nodes):
+            cudnn.enabled = False
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        cudnn.enabled = before
 
 
 def _kinds() -> list[str]:

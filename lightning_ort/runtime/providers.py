@@ -9,10 +9,13 @@ import onnxruntime
 import torch
 
 from lightning_ort.errors import ProviderError
+from lightning_ort.runtime.cuda import CUDA, default_options
 
 __all__ = ["check_available", "choose_providers"]
 
-_FOR_DEVICE = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+_FOR_DEVICE = {"cpu": "CPUExecutionProvider", "cuda": CUDA}
+# they queue on streams too, which are to be the same
+_BESIDE_CUDA = {"TensorrtExecutionProvider", "NvTensorRTRTXExecutionProvider"}
 
 
 def choose_providers(
@@ -42,9 +45,10 @@ def choose_providers(
             f"providers={names!r} cannot reach tensors on {str(device)!r}; {native} must be among them."
         )
     if device.type == "cuda":
-        options[native].setdefault("device_id", str(device.index or 0))
-        # torch and ONNX Runtime must queue their work on one stream, or one reads what the other has not written
-        options[native].setdefault("user_compute_stream", str(torch.cuda.current_stream(device).cuda_stream))
+        options[native] = default_options(device, options[native])
+        for name in _BESIDE_CUDA & options.keys():
+            for key in ("device_id", "user_compute_stream"):
+                options[name].setdefault(key, options[native][key])
     return [(name, options[name]) for name in names]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -12,6 +13,7 @@ import torch
 
 from lightning_ort.errors import ProviderError
 from lightning_ort.runtime.bfloat16 import bind_bfloat16, options_for_bfloat16
+from lightning_ort.runtime.cuda import CUDA, Queue, why_not_started
 from lightning_ort.runtime.dtypes import NUMPY
 from lightning_ort.runtime.providers import choose_providers
 
@@ -28,6 +30,7 @@ _NEVER = ["DivMulFusion"]
 _NOT_FOR_DOUBLES = ["MatMulScaleFusion", "MatmulTransposeFusion"]
 # It would keep a value for its second use where the graph computes it again.
 _WOULD_KEEP = ["CommonSubexpressionElimination"]
+_WHO_RUNS_WHAT = "session.record_ep_graph_assignment_info"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,11 +58,14 @@ class RuntimeConfig:
         options = options_for_bfloat16(self.providers, self.provider_options)
         return None if options is None else dataclasses.replace(self, provider_options=options)
 
-    def make_session_options(self, *, threads: int | None = None) -> onnxruntime.SessionOptions:
+    def make_session_options(
+        self, *, threads: int | None = None, device: torch.device | None = None
+    ) -> onnxruntime.SessionOptions:
         """Defaults of this package, overridden by what the user set.
 
         Args:
             threads: for the operators of one graph; by default as many as torch has.
+            device: where it is executed; by default the CPU.
 
         Raises:
             ValueError: an attribute that SessionOptions does not have.
@@ -75,6 +81,10 @@ class RuntimeConfig:
         options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
         # ONNX Runtime's idle threads would spin on the cores that torch's optimizer needs
         options.add_session_config_entry("session.force_spinning_stop", "1")
+        if device is not None and device.type == "cuda":
+            options.use_deterministic_compute = torch.are_deterministic_algorithms_enabled()
+            if _tells_who_runs_what():
+                options.add_session_config_entry(_WHO_RUNS_WHAT, "1")
         for key, value in (self.session_options or {}).items():
             if "." in key:
                 options.add_session_config_entry(key, str(value))
@@ -91,10 +101,10 @@ class RuntimeConfig:
 class _Binding:
     """One IOBinding and the addresses it holds."""
 
-    __slots__ = ("inputs", "io", "outputs")
+    __slots__ = ("inputs", "io", "on_host", "outputs")
 
     def __init__(self, io: onnxruntime.IOBinding, n_inputs: int, n_outputs: int) -> None:
-        self.io = io
+        self.io, self.on_host = io, False
         self.inputs: list[Any] = [None] * n_inputs
         self.outputs: list[Any] = [None] * n_outputs
 
@@ -105,7 +115,7 @@ class OrtSession:
     Args:
         model: the serialized ONNX model.
         config: providers and options.
-        device: where all inputs and outputs live.
+        device: what computes; inputs and outputs live there or on the CPU.
         double: the graph computes in float64.
         small: the graph is too little work for a second thread.
         repeats: the graph computes values twice on purpose.
@@ -114,6 +124,10 @@ class OrtSession:
     Raises:
         ProviderError: the session did not get a provider that was asked for.
         onnxruntime errors: the model is not accepted.
+
+    Attributes:
+        on_cpu: types of the operators of a session on a GPU that the CPU executes, one entry per node; ONNX Runtime
+            copies what they read and give. ``None`` where it does not tell (before 1.24).
     """
 
     def __init__(
@@ -129,22 +143,24 @@ class OrtSession:
     ) -> None:
         wanted = choose_providers(device, config.providers, config.provider_options)
         disabled = _NEVER + (_NOT_FOR_DOUBLES if double else []) + (_WOULD_KEEP if repeats else [])
-        self._session = onnxruntime.InferenceSession(
-            model,
-            config.make_session_options(threads=1 if small else None),
-            providers=wanted,
-            disabled_optimizers=disabled,
-        )
-        self._session.disable_fallback()
+        options = config.make_session_options(threads=1 if small else None, device=device)
+        self._session = _session(model, options, wanted, disabled)
         got = self._session.get_providers()
         lost = [name for name, _ in wanted if name not in got]
         if lost:
+            why = "; ".join(filter(None, map(why_not_started, lost)))
             raise ProviderError(
                 f"ONNX Runtime did not give the session {', '.join(lost)} (it has {', '.join(got)}): the provider is "
-                "built in, but could not start; its own message is in ONNX Runtime's log "
+                f"built in, but could not start{': ' + why if why else ''}. Its own message is in ONNX Runtime's log "
                 "(session_options={'log_severity_level': 0})."
             )
-        self._device = (device.type, device.index or 0)
+        self._queue = Queue(device, dict(wanted)[CUDA]) if device.type == "cuda" else None
+        self.on_cpu = _on_cpu(self._session) if device.type == "cuda" else ()
+        self._run_options: onnxruntime.RunOptions | None = None
+        if self._queue is not None and self.on_cpu == ():
+            self._run_options = onnxruntime.RunOptions()
+            # what the CPU has a part in must be waited for: its buffers would be used again while copies are under way
+            self._run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         self._inputs = [i.name for i in self._session.get_inputs()]
         self._outputs = [o.name for o in self._session.get_outputs()]
         self._place: Callable[[torch.Tensor], Any] = torch.Tensor.data_ptr if same_shapes else _address_and_shape
@@ -172,15 +188,17 @@ class OrtSession:
             place = place_of(tensor)
             if place != bound[i]:
                 self._bind(binding.io.bind_input, self._inputs[i], tensor)
+                binding.on_host |= tensor.device.type == "cpu"
                 bound[i] = place
         bound = binding.outputs
         for i, tensor in enumerate(outputs):
             place = place_of(tensor)
             if place != bound[i]:
                 self._bind(binding.io.bind_output, self._outputs[i], tensor)
+                binding.on_host |= tensor.device.type == "cpu"
                 bound[i] = place
         self._latest = binding
-        self._session.run_with_iobinding(binding.io)
+        self._execute(binding.io, waiting=binding.on_host)
 
     def run_unbound(self, inputs: Sequence[torch.Tensor]) -> list[np.ndarray]:
         """All outputs as arrays of their own memory, where their shapes are not known before."""
@@ -189,14 +207,22 @@ class OrtSession:
         for name, tensor in zip(self._inputs, contiguous, strict=True):
             self._bind(binding.bind_input, name, tensor)
         for name in self._outputs:
-            binding.bind_output(name, *self._device)
-        self._session.run_with_iobinding(binding)
+            binding.bind_output(name, "cpu")
+        self._execute(binding, waiting=True)
         return binding.copy_outputs_to_cpu()
 
     def run_again(self) -> None:
         """Like the last :meth:`run`, on the same memory, which must still be what it was."""
         assert self._latest is not None
-        self._session.run_with_iobinding(self._latest.io)
+        self._execute(self._latest.io, waiting=self._latest.on_host)
+
+    def _execute(self, io: onnxruntime.IOBinding, *, waiting: bool) -> None:
+        """Run; ``waiting`` for a GPU until it is done, because memory of the host takes part."""
+        if self._queue is None:
+            self._session.run_with_iobinding(io)
+            return
+        with self._queue.in_order():
+            self._session.run_with_iobinding(io, None if waiting else self._run_options)
 
     @property
     def has_run(self) -> bool:
@@ -213,11 +239,48 @@ class OrtSession:
         }
 
     def _bind(self, bind: Any, name: str, tensor: torch.Tensor) -> None:
-        element = NUMPY.get(tensor.dtype)
+        element, device = NUMPY.get(tensor.dtype), (tensor.device.type, tensor.device.index or 0)
         if element is None:
-            bind_bfloat16(bind, name, self._device, tensor)
+            bind_bfloat16(bind, name, device, tensor)
         else:
-            bind(name, *self._device, element, tuple(tensor.shape), tensor.data_ptr())
+            bind(name, *device, element, tuple(tensor.shape), tensor.data_ptr())
+
+
+def _session(
+    model: bytes,
+    options: onnxruntime.SessionOptions,
+    providers: Sequence[tuple[str, Mapping[str, str]]],
+    disabled: Sequence[str],
+) -> onnxruntime.InferenceSession:
+    first, _ = providers[0]
+    # a session of CUDA changes the thread's current device
+    index = next(
+        (int(values["device_id"]) for name, values in providers if name == CUDA and "device_id" in values), None
+    )
+    try:
+        with contextlib.nullcontext() if index is None else torch.cuda.device(index):
+            return onnxruntime.InferenceSession(
+                model,
+                options,
+                providers=[(name, dict(values)) for name, values in providers],
+                disabled_optimizers=disabled,
+                enable_fallback=0,
+            )
+    except (RuntimeError, ValueError) as error:
+        # errors about the model are exceptions of ONNX Runtime's own
+        why = why_not_started(first)
+        raise ProviderError(f"{first} does not start: {error}{' (' + why + ')' if why else ''}") from error
+
+
+def _tells_who_runs_what() -> bool:
+    return hasattr(onnxruntime.InferenceSession, "get_provider_graph_assignment_info")
+
+
+def _on_cpu(session: onnxruntime.InferenceSession) -> tuple[str, ...] | None:
+    if not _tells_who_runs_what():
+        return None
+    parts = session.get_provider_graph_assignment_info()
+    return tuple(node.op_type for part in parts if part.ep_name == "CPUExecutionProvider" for node in part.get_nodes())
 
 
 def _address_and_shape(tensor: torch.Tensor) -> tuple[int, torch.Size]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends import cuda
 
 from lightning_ort.compiler.decompositions.composites import composes
 
@@ -29,6 +30,12 @@ def scaled_dot_product_attention(
     """softmax(query @ key.T * scale + mask) @ value; rows that are masked altogether give zeros."""
     if attn_mask is not None and is_causal:
         return NotImplemented  # an error, which torch words
+    given = query.dtype
+    drawn_wide = dropout_p > 0 and query.device.type == "cuda" and not cuda.fp16_bf16_reduction_math_sdp_allowed()
+    if drawn_wide and given.itemsize < 4:
+        # so do torch's own written-out kernels, whose dropout is drawn for float32 then
+        query, key, value = query.float(), key.float(), value.float()
+        attn_mask = attn_mask.float() if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
     if enable_gqa:
         key, value = _repeated(key, query), _repeated(value, query)
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
@@ -43,7 +50,7 @@ def scaled_dot_product_attention(
     weights = scores.softmax(-1)
     if dropout_p > 0:
         weights = F.dropout(weights, dropout_p)
-    result = weights @ value
+    result = (weights @ value).to(given)
     return result if blank is None else result.masked_fill(blank, 0)
 
 

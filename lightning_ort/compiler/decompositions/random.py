@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from lightning_ort.compiler.decompositions.registry import decomposes, keeps
+from lightning_ort.compiler.draws import dropout_factor
 
 aten = torch.ops.aten
 
@@ -15,7 +18,7 @@ keeps(aten.rrelu_with_noise_functional.default)
 
 @decomposes(aten.native_dropout.default)
 def native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
-    """The mask is drawn as ``F.dropout`` does on the CPU, and returned as the factor by which x was multiplied.
+    """The mask is drawn as ``F.dropout`` does, and returned as the factor by which x was multiplied.
 
     Only :func:`native_dropout_backward` reads it, and multiplying by the same factor spares the graph a pass.
     """
@@ -23,7 +26,10 @@ def native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Ten
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     if p == 1:
         return x * 0, torch.zeros_like(x, dtype=torch.bool)
-    factor = aten.bernoulli.p(torch.empty_like(x), 1 - p) / (1 - p)
+    if x.device.type == "cuda":
+        factor = dropout_factor(x, p)
+    else:
+        factor = aten.bernoulli.p(torch.empty_like(x), 1 - p) / (1 - p)
     return x * factor, factor
 
 
@@ -42,12 +48,16 @@ def rrelu_with_noise_backward(
 
 
 @decomposes(aten.bernoulli.default)
-def bernoulli(p: Tensor) -> Tensor:
+def bernoulli(p: Tensor) -> Any:
+    if p.device.type == "cuda":  # its kernel draws other numbers than that of uniform_
+        return NotImplemented
     return (torch.empty_like(p, memory_format=torch.contiguous_format).uniform_() < p).to(p.dtype)
 
 
 @decomposes(aten.bernoulli.Tensor)
-def bernoulli_tensor(x: Tensor, p: Tensor) -> Tensor:
+def bernoulli_tensor(x: Tensor, p: Tensor) -> Any:
+    if x.device.type == "cuda":
+        return NotImplemented
     uniform = torch.empty_like(x, dtype=p.dtype).uniform_()
     return (uniform < p).to(x.dtype)
 

@@ -1,0 +1,109 @@
+"""ONNX Runtime beside torch on one GPU: the settings of its provider, and its place in the order of torch's streams."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import onnxruntime
+import torch
+
+from lightning_ort.errors import ProviderError
+
+__all__ = ["CUDA", "Queue", "default_options", "why_not_started"]
+
+CUDA = "CUDAExecutionProvider"
+
+
+def default_options(device: torch.device, given: Mapping[str, str]) -> dict[str, str]:
+    """Options of the provider for tensors on ``device``; what the user has ``given`` stays.
+
+    Precision, the search for convolution kernels and the use of memory are those of torch in this process.
+
+    Raises:
+        ProviderError: the user's options name another device, or no stream.
+    """
+    index = _index(device)
+    if given.get("device_id", str(index)) != str(index):
+        raise ProviderError(
+            f"provider_options has device_id={given['device_id']!r} for {CUDA}, but the tensors are on cuda:{index}. "
+            "Leave it out, and choose the device by the Trainer's devices=[...]."
+        )
+    if given.get("user_compute_stream") in ("0", ""):
+        raise ProviderError(
+            "provider_options has user_compute_stream='0': ONNX Runtime takes that for none given, and would not wait "
+            "for torch. Leave it out, or give the address of a stream other than the default one."
+        )
+    ours = {
+        "device_id": str(index),
+        # on one stream for each device, so that whatever is taken from and given back to the arena stays in order
+        "user_compute_stream": str(_stream(index).cuda_stream),
+        # by default ONNX Runtime rounds the factors of products to 10 bits, torch does not
+        "use_tf32": "0" if torch.get_float32_matmul_precision() == "highest" else "1",
+        # by default every convolution is tried with all of cuDNN's kernels first, at each new shape
+        "cudnn_conv_algo_search": "EXHAUSTIVE" if torch.backends.cudnn.benchmark else "HEURISTIC",
+        # the default takes twice as much memory each time, of which torch's allocator wants a share as well
+        "arena_extend_strategy": "kSameAsRequested",
+    }
+    return {**ours, **given}
+
+
+class Queue:
+    """Puts the runs of one session behind what torch has queued, and what torch queues afterwards behind them.
+
+    ONNX Runtime is told its stream when a session is made, and takes the address 0, which torch's default stream has,
+    for none: it would make a stream of its own, which waits for nothing. So it gets a stream from torch that is used
+    for nothing else, and at each run events make it and torch's current stream, whichever that is, wait for each other.
+    The host waits for neither.
+
+    Args:
+        device: a CUDA device.
+        options: the options of the CUDA provider of the session.
+    """
+
+    def __init__(self, device: torch.device, options: Mapping[str, str]) -> None:
+        self._index, address = _index(device), int(options["user_compute_stream"])
+        ours = _stream(self._index)
+        self._stream = ours if ours.cuda_stream == address else torch.cuda.ExternalStream(address, device=self._index)
+
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
+        """Around a run; also puts back torch's current device, which ONNX Runtime changes to its own."""
+        with torch.cuda.device(self._index):
+            current = torch.cuda.current_stream(self._index)
+            apart = current.cuda_stream != self._stream.cuda_stream
+            if apart:
+                self._stream.wait_stream(current)
+            try:
+                yield
+            finally:
+                if apart:
+                    current.wait_stream(self._stream)
+
+
+@functools.cache
+def _stream(index: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device=index)
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def why_not_started(provider: str) -> str:
+    """What is known to keep ``provider``, which this ONNX Runtime has, from starting; empty if nothing is."""
+    if provider != CUDA:
+        return ""
+    theirs, ours = getattr(onnxruntime, "cuda_version", ""), torch.version.cuda
+    if ours is None:
+        return f"this torch ({torch.__version__}) is built without CUDA, so that its libraries are missing"
+    if theirs and theirs.partition(".")[0] != ours.partition(".")[0]:
+        return (
+            f"this ONNX Runtime ({onnxruntime.__version__}) is built for CUDA {theirs}, and finds only the libraries "
+            f"of CUDA {ours} that torch {torch.__version__} brings: install a torch for CUDA {theirs}, or an "
+            f"onnxruntime-gpu for CUDA {ours}"
+        )
+    if not torch.cuda.is_available():
+        return "torch sees no GPU either, or no driver for it"
+    return ""

@@ -1,0 +1,324 @@
+"""What a session on a GPU asks of ONNX Runtime and of torch, recorded by stand-ins for both: there is no GPU here."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import onnx.parser
+import onnxruntime
+import pytest
+import torch
+
+from lightning_ort.errors import ProviderError
+from lightning_ort.runtime import cuda
+from lightning_ort.runtime.providers import choose_providers
+from lightning_ort.runtime.session import OrtSession, RuntimeConfig
+
+CUDA, CPU, TENSORRT = "CUDAExecutionProvider", "CPUExecutionProvider", "TensorrtExecutionProvider"
+WITHOUT_WAITING = "disable_synchronize_execution_providers"
+MODEL = onnx.parser.parse_model(
+    """<ir_version: 8, opset_import: ["" : 20]>
+    agraph (float[3] x, float[3] y) => (float[3] z) { z = Sub(x, y) }"""
+).SerializeToString()
+RealSession = onnxruntime.InferenceSession
+
+
+class OnGPU(torch.Tensor):
+    """A tensor of the CPU that says to be elsewhere."""
+
+    @property
+    def device(self):
+        return torch.device("cuda", self.index)
+
+
+def on_gpu(values, index=0):
+    tensor = torch.tensor(values).as_subclass(OnGPU)
+    tensor.index = index
+    return tensor
+
+
+class Stream:
+    def __init__(self, address, events):
+        self.cuda_stream, self.events = address, events
+
+    def wait_stream(self, other):
+        self.events.append((self.cuda_stream, "waits for", other.cuda_stream))
+
+
+class Binding:
+    """Records what is bound where, and binds it on the CPU, where it is."""
+
+    def __init__(self, session):
+        self.bound, self.real = session.machine.bound, session.real.io_binding()
+
+    def bind_input(self, name, device, index, element, shape, address):
+        self.bound.append((name, device, index, element, tuple(shape), address))
+        self.real.bind_input(name, "cpu", 0, element, shape, address)
+
+    def bind_output(self, name, device, index=0, element=None, shape=None, address=None):
+        self.bound.append((name, device, index, element, None if shape is None else tuple(shape), address))
+        if address is None:
+            self.real.bind_output(name, "cpu")
+        else:
+            self.real.bind_output(name, "cpu", 0, element, shape, address)
+
+    def copy_outputs_to_cpu(self):
+        return self.real.copy_outputs_to_cpu()
+
+
+class Machine:
+    """A machine with two GPUs. Sessions compute on the CPU; ``events`` has in order what a GPU would be told.
+
+    Attributes:
+        current: torch's current stream; 0 is the address of its default stream.
+        assigned: what ONNX Runtime says to have assigned to which provider; ``None`` if it does not tell.
+        starts: whether its provider starts.
+    """
+
+    def __init__(self, monkeypatch):
+        self.events, self.bound, self.made, self.assigned, self.starts = [], [], [], {CUDA: ["Sub"]}, True
+        self.current = Stream(0, self.events)
+        machine = self
+
+        class Session:
+            def __init__(self, model, options, providers, **kwargs):
+                self.machine, self.real = machine, RealSession(model, providers=[CPU])
+                machine.made.append((options, dict(providers), kwargs))
+                self.get_inputs, self.get_outputs = self.real.get_inputs, self.real.get_outputs
+                if machine.starts == "error":
+                    raise RuntimeError("CUDA failure 35: CUDA driver version is insufficient")
+
+            def get_providers(self):
+                return [CUDA, CPU] if self.machine.starts else [CPU]
+
+            def disable_fallback(self):
+                pass
+
+            def io_binding(self):
+                return Binding(self)
+
+            def run_with_iobinding(self, binding, options=None):
+                waits = options is None or options.get_run_config_entry(WITHOUT_WAITING) != "1"
+                machine.events.append("run and wait" if waits else "run")
+                self.real.run_with_iobinding(binding.real)
+
+        class Node:
+            def __init__(self, op_type):
+                self.op_type = op_type
+
+        class Part:
+            def __init__(self, ep_name, types):
+                self.ep_name, self.get_nodes = ep_name, lambda: list(map(Node, types))
+
+        self.Session = Session
+        Session.get_provider_graph_assignment_info = lambda self: [Part(*item) for item in machine.assigned.items()]
+        monkeypatch.setattr(onnxruntime, "InferenceSession", Session)
+        monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [TENSORRT, CUDA, CPU])
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(0x1000 + device, self.events))
+        monkeypatch.setattr(torch.cuda, "ExternalStream", lambda address, device: Stream(address, self.events))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "device", self.on_device)
+
+    @contextlib.contextmanager
+    def on_device(self, index):
+        self.events.append(f"device {index}")
+        try:
+            yield
+        finally:
+            self.events.append("device back")
+
+    def run(self, index=0, config=None, **tensors):
+        """``x - y`` in a session of its own; returns the session and what happened in the run."""
+        session = OrtSession(MODEL, config or RuntimeConfig(), torch.device("cuda", index), same_shapes=True)
+        inputs = [tensors.get("x", on_gpu([1.0, 2.0, 3.0], index)), tensors.get("y", on_gpu([3.0, 2.0, 2.0], index))]
+        z = tensors.get("z", on_gpu([0.0, 0.0, 0.0], index))
+        self.events.clear()
+        self.bound.clear()
+        session.run(inputs, [z])
+        assert z.tolist() == [-2.0, 0.0, 1.0]
+        self.tensors = [*inputs, z]  # what is bound must live
+        return session, list(self.events)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    cuda._stream.cache_clear()
+    yield Machine(monkeypatch)
+    cuda._stream.cache_clear()
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_session_gets_its_device_and_a_stream_and_all_is_bound_where_it_is(machine, index):
+    machine.run(index)
+
+    ((options, providers, kwargs),) = machine.made
+    assert providers == {
+        CUDA: {
+            "device_id": str(index),
+            "user_compute_stream": str(0x1000 + index),
+            "use_tf32": "0",
+            "cudnn_conv_algo_search": "HEURISTIC",
+            "arena_extend_strategy": "kSameAsRequested",
+        }
+    }
+    assert kwargs["enable_fallback"] == 0
+    assert options.get_session_config_entry("session.record_ep_graph_assignment_info") == "1"
+    assert not options.use_deterministic_compute
+    assert machine.bound == [
+        (name, "cuda", index, np.float32, (3,), address)
+        for name, address in zip("xyz", [t.data_ptr() for t in machine.tensors], strict=True)
+    ]
+
+
+def test_a_run_is_put_between_what_torch_has_queued_and_what_it_queues_next(machine):
+    _, events = machine.run()
+
+    ordered = ["device 0", (0x1000, "waits for", 0), "run", (0, "waits for", 0x1000), "device back"]
+    assert events == ordered
+
+
+def test_torch_may_change_its_stream_between_runs(machine):
+    session, _ = machine.run()
+    machine.current = Stream(0x77, machine.events)
+    machine.events.clear()
+    machine.bound.clear()
+    session.run_again()
+
+    assert machine.events[1:-1] == [(0x1000, "waits for", 0x77), "run", (0x77, "waits for", 0x1000)]
+    assert machine.bound == []
+
+
+def test_on_the_stream_of_the_session_nothing_waits(machine):
+    session, _ = machine.run(config=RuntimeConfig([CUDA], {CUDA: {"user_compute_stream": "119"}}))
+    machine.current = Stream(119, machine.events)
+    machine.events.clear()
+    session.run_again()
+
+    assert machine.events == ["device 0", "run", "device back"]
+
+
+def test_torch_waits_also_after_an_error(machine):
+    session, _ = machine.run()
+    machine.events.clear()
+    with pytest.raises(Exception, match="invalid dimensions for input: x"):
+        session.run([on_gpu([1.0, 2.0]), on_gpu([1.0, 2.0, 3.0, 4.0, 5.0])], [on_gpu([0.0] * 7)])
+
+    assert machine.events[-2:] == [(0, "waits for", 0x1000), "device back"]
+
+
+def test_memory_of_the_cpu_is_bound_as_such_and_waited_for(machine):
+    session, events = machine.run(y=torch.tensor([3.0, 2.0, 2.0]))
+
+    assert [entry[:3] for entry in machine.bound] == [("x", "cuda", 0), ("y", "cpu", 0), ("z", "cuda", 0)]
+    assert "run and wait" in events
+    machine.events.clear()
+    session.run_again()
+    assert "run and wait" in machine.events
+    _, events = machine.run(z=torch.zeros(3))
+    assert "run and wait" in events
+
+
+@pytest.mark.parametrize("assigned", [{CUDA: ["Sub"], CPU: ["Shape", "Gather"]}, None])
+def test_a_graph_that_the_cpu_has_or_may_have_a_part_in_is_waited_for(machine, monkeypatch, assigned):
+    machine.assigned = assigned
+    if assigned is None:
+        monkeypatch.delattr(machine.Session, "get_provider_graph_assignment_info")
+    session, events = machine.run()
+
+    assert session.on_cpu == (None if assigned is None else ("Shape", "Gather"))
+    assert "run and wait" in events
+
+
+def test_results_of_unknown_shapes_are_waited_for(machine):
+    session, _ = machine.run()
+    machine.events.clear()
+    (z,) = session.run_unbound([on_gpu([1.0, 2.0, 3.0]), on_gpu([3.0, 2.0, 2.0])])
+
+    assert z.tolist() == [-2.0, 0.0, 1.0]
+    assert "run and wait" in machine.events
+
+
+def test_precision_and_kernels_are_chosen_as_in_torch(machine, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    before = torch.get_float32_matmul_precision()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        torch.set_float32_matmul_precision("high")
+        torch.use_deterministic_algorithms(True)
+        machine.run()
+    finally:
+        torch.set_float32_matmul_precision(before)
+        torch.use_deterministic_algorithms(deterministic)
+
+    ((options, providers, _),) = machine.made
+    assert providers[CUDA]["use_tf32"] == "1"
+    assert providers[CUDA]["cudnn_conv_algo_search"] == "EXHAUSTIVE"
+    assert options.use_deterministic_compute
+
+
+@pytest.mark.usefixtures("machine")
+def test_options_of_the_user_stay():
+    mine = {"use_tf32": "1", "gpu_mem_limit": "1000", "user_compute_stream": "77", "device_id": 0}
+    ((name, options),) = choose_providers(torch.device("cuda", 0), [CUDA], {CUDA: mine})
+
+    assert name == CUDA
+    assert {k: options[k] for k in mine} == {k: str(v) for k, v in mine.items()}
+    assert options["arena_extend_strategy"] == "kSameAsRequested"
+
+
+@pytest.mark.usefixtures("machine")
+def test_the_present_device_is_taken_where_none_is_named():
+    ((_, options),) = choose_providers(torch.device("cuda"))
+
+    assert options["device_id"] == "1"
+    assert options["user_compute_stream"] == str(0x1001)
+
+
+@pytest.mark.usefixtures("machine")
+def test_tensorrt_queues_on_the_same_stream():
+    (_, first), (_, second) = choose_providers(torch.device("cuda", 0), [TENSORRT, CUDA])
+
+    assert first == {"device_id": "0", "user_compute_stream": str(0x1000)}
+    assert second["user_compute_stream"] == first["user_compute_stream"]
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device_id": "1"}, "device_id='1' for CUDAExecutionProvider, but the tensors are on cuda:0"),
+        ({"user_compute_stream": "0"}, "takes that for none given"),
+    ],
+)
+def test_options_that_would_lead_astray_are_refused(options, message):
+    with pytest.raises(ProviderError, match=message):
+        choose_providers(torch.device("cuda", 0), [CUDA], [options])
+
+
+def test_a_provider_that_does_not_start_is_named_with_what_is_known_of_it(machine, monkeypatch):
+    machine.starts = False
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(ProviderError, match=r"CUDAExecutionProvider .* could not start: this torch .* without CUDA"):
+        machine.run()
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(onnxruntime, "cuda_version", "13.0", raising=False)
+    with pytest.raises(ProviderError, match=r"built for CUDA 13\.0, and finds only the libraries of CUDA 12\.8"):
+        machine.run()
+    machine.starts = "error"
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ProviderError, match=r"does not start: CUDA failure 35.*torch sees no GPU either"):
+        machine.run()
+
+
+def test_sessions_of_the_cpu_have_no_part_in_this(machine):
+    machine.starts = False
+    session = OrtSession(MODEL, RuntimeConfig(), torch.device("cpu"))
+    z = torch.zeros(3)
+    session.run([torch.ones(3), torch.zeros(3)], [z])
+
+    assert z.tolist() == [1, 1, 1]
+    assert machine.events == ["run and wait"]
+    assert session.on_cpu == ()
