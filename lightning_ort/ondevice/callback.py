@@ -26,7 +26,7 @@ class ORTArtifacts(Callback):
     Args:
         artifact_directory: where the files go; by default ``artifacts`` in the folder of the Trainer's logger, or
             without one in ``default_root_dir``.
-        flavour: the format of the files.
+        flavour: the format of the files: ``"portable"`` or ``"ort-training"``.
         **options: of :func:`~lightning_ort.ondevice.generate_artifacts`; ``inputs`` is by default the first batch of
             the training loader, ``optimizer`` that of the Trainer with its state.
 

@@ -34,6 +34,7 @@ class Parameter:
 
         Raises:
             ValueError: an assigned array has another shape or element type.
+            RuntimeError: it has no values yet (a nominal checkpoint).
         """
         return self._values().numpy().copy()
 
@@ -191,6 +192,10 @@ class CheckpointState:
         """Write ``state`` in the format it was loaded from; a file of that name is replaced.
 
         The learning rate is always written; ``include_optimizer_state`` adds moments and the number of updates.
+
+        Raises:
+            FileNotFoundError: the folder does not exist.
+            ValueError: something that the format cannot hold.
         """
         if not isinstance(state, CheckpointState):
             raise TypeError(f"state is a {type(state).__name__}; expected a CheckpointState.")

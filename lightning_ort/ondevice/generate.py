@@ -68,7 +68,7 @@ def generate_artifacts(
             torch optimizer holds.
         frozen_params: names of parameters that are not trained.
         clip_grad_norm: shorthand for that attribute of ``optimizer``.
-        flavour: the format of the files.
+        flavour: the format of the files: ``"portable"`` or ``"ort-training"``.
         prefix: put before the names of all files.
         dynamic_axes: which sizes vary, as in ``torch.onnx.export``; by default the first of each input, ``batch``.
         output_names: of the results of a module.

@@ -27,6 +27,8 @@ Path_ = str | os.PathLike[str]
 class Module:
     """Runs the training and the evaluation step of artifacts.
 
+    The interface is that of ``onnxruntime.training.api.Module``.
+
     Args:
         train_model_uri: the training graph.
         state: parameters; they live in the memory of this module from now on, and ``state`` shows them.
@@ -165,13 +167,17 @@ class Module:
         return tensors
 
     def get_contiguous_parameters(self, trainable_only: bool = False) -> onnxruntime.OrtValue:
-        """A copy of the parameters, one after the other in the order of the model, as a vector.
+        """A copy of the parameters, one after the other in the order of the model, as a vector of their element type.
 
         Artifacts of the flavour ``"ort-training"`` count running statistics among the parameters that are not
         trained, as ONNX Runtime does.
 
+        Args:
+            trainable_only: leave out those that are not trained.
+
         Raises:
             ValueError: they are not of one element type.
+            RuntimeError: they have no values yet (a nominal checkpoint).
         """
         self._require_values()
         tensors = self._in_order(trainable_only)
@@ -179,11 +185,15 @@ class Module:
         return onnxruntime.OrtValue.ortvalue_from_numpy(torch.cat(tensors).numpy())
 
     def get_parameters_size(self, trainable_only: bool = True) -> int:
-        """Number of elements of all parameters."""
+        """Number of elements of all parameters, by default of those that are trained."""
         return sum(self._tensors[n].numel() for n in self._chosen(trainable_only))
 
     def copy_buffer_to_parameters(self, buffer: Any, trainable_only: bool = True) -> None:
         """Replace the parameters by what :meth:`get_contiguous_parameters` gave, possibly of another device.
+
+        Args:
+            buffer: a vector (OrtValue, numpy array or tensor) of as many elements, in the same order.
+            trainable_only: as it was for :meth:`get_contiguous_parameters`, whose default is another.
 
         Raises:
             ValueError: another number of elements or another element type; nothing has been changed then.

@@ -139,8 +139,9 @@ class TrainingSession(SessionInfo, SessionState):
 
         Args:
             output_names: names of the wanted outputs; ``None`` or an empty list for all.
-            input_feed: name to numpy array, OrtValue or torch tensor. With an optimizer it must hold the learning
-                rate, one float, under ``lr_params_feed_name``; an evaluation needs none.
+            input_feed: name to numpy array, OrtValue or torch tensor, of the element type and shape that the file
+                declares. With an optimizer it must hold the learning rate, one float, under ``lr_params_feed_name``;
+                an evaluation needs none.
             run_options: with ``only_execute_path_to_fetches`` set, evaluate.
 
         Returns:

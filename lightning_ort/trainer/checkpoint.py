@@ -130,7 +130,8 @@ def read_all(paths: Sequence[Any], *, allow_pickle: bool) -> tuple[dict[str, Any
 def _opened(path: Any) -> Iterator[Any]:
     if isinstance(path, (str, os.PathLike)):
         if not h5py.is_hdf5(path):
-            raise ValueError(f"{path} is not an hdf5 file or a python file-like object.")
+            absent = "" if os.path.exists(path) else " There is no file of that name."
+            raise ValueError(f"{path} is not an hdf5 file or a python file-like object.{absent}")
         with open(path, "rb") as stream:
             _check(stream, path)
     else:

@@ -35,6 +35,9 @@ __all__ = ["ORTTrainer"]
 class ORTTrainer:
     """Trains ``model``: forward pass, gradients and updates run in ONNX Runtime, on the memory of the module.
 
+    The interface is that of ``onnxruntime.training.ORTTrainer`` as ONNX Runtime 1.16 shipped it; ``docs/orttrainer.md``
+    lists what differs.
+
     Args:
         model: an ``nn.Module``, whose weights are trained in place, or an ``onnx.ModelProto``.
         model_desc: ``{"inputs": [(name, shape)], "outputs": [(name, shape, is_loss)]}``. A size is a number, or a
@@ -42,8 +45,9 @@ class ORTTrainer:
             which the model returns them, after the loss if there is a ``loss_fn``. For an ONNX model, all names and
             their order are the model's.
         optim_config: ``optim.AdamConfig``, ``optim.LambConfig`` or ``optim.SGDConfig``.
-        loss_fn: function of what the model returns and the label, which is the input that ``forward`` does not take.
-            Without it, one of the outputs is the loss.
+        loss_fn: function of what the model returns and the label, which is the input that ``forward`` does not take,
+            to a scalar tensor. It has exactly two parameters: ``nn.CrossEntropyLoss()``, not
+            ``nn.functional.cross_entropy``. Without it, one of the outputs is the loss.
         options: everything else; the defaults train on a CUDA device if there is one, else on the CPU.
 
     Raises:
@@ -125,12 +129,14 @@ class ORTTrainer:
         """Forward, backward, and an update, or with gradient accumulation an update after the last of several steps.
 
         Args:
-            *args: inputs in the order of ``model_desc``, or one list of them.
+            *args: inputs in the order of ``model_desc``, or one list of them: tensors of the described shapes, on any
+                device. The types of the first step are those of all later ones.
             **kwargs: inputs by name.
 
         Returns:
             All outputs, in the order of ``model_desc``, in a list; a single one as it is. They are those before the
-            update.
+            update, detached, on the device of the trainer; the loss is neither scaled nor divided by the number of
+            accumulated steps.
 
         Raises:
             AssertionError: missing, surplus or unknown inputs; sizes of one name that differ; no loss is described.
@@ -323,7 +329,7 @@ class ORTTrainer:
             The ``user_dict`` that was saved; of a Lightning checkpoint its ``epoch`` and ``global_step``.
 
         Raises:
-            ValueError: no HDF5 file, or ``user_dict`` is pickled.
+            ValueError: no HDF5 file, or none at all, or ``user_dict`` is pickled.
             CheckpointError: a Lightning checkpoint that is damaged, or whose names or optimizer do not fit.
             KeyError: no checkpoint of an ORTTrainer.
             OSError: the file is damaged.
