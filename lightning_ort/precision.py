@@ -15,19 +15,18 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
+from lightning_ort.checkpoints.record import TRAINER_SCALER
 from lightning_ort.compiler.scaling import LossScaling
 from lightning_ort.scaled_backward import is_closed, unscaling_leaves
 from lightning_ort.scalers import GradScalerRule, StepInfo, scale_rule
 
-__all__ = ["TRAINER_SCALER", "ORTPrecision"]
+__all__ = ["ORTPrecision"]
 
 PrecisionName = Literal["32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"]
 
 _AUTOCAST = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 # where Lightning's own plug-in keeps its scaler in a checkpoint
 _LIGHTNING = MixedPrecision.__qualname__
-TRAINER_SCALER = "lightning_ort.loss_scaler"
-"""Where a checkpoint made of an ORTTrainer's file has its scaler, as of :meth:`ScaleRule.summary`."""
 
 
 class ORTPrecision(Precision):

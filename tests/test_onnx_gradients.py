@@ -12,20 +12,11 @@ import onnxruntime
 import pytest
 import torch
 from onnx_exports import EXPORTS, Export
+from onnx_text import floats, parse
 from torch import Tensor, nn
 
 from lightning_ort import GradientGraphBuilder, UnsupportedError
 from lightning_ort.onnx_reader import to_torch
-
-
-def parse(text: str, opset: int = 17, **initializers: np.ndarray) -> onnx.ModelProto:
-    model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : {opset}]> {text}')
-    model.graph.initializer.extend(onnx.numpy_helper.from_array(a, n) for n, a in initializers.items())
-    return model
-
-
-def floats(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 def run(model: bytes, feed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

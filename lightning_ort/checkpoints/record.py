@@ -13,9 +13,11 @@ from lightning_ort.checkpoints.moments import kind_of
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-__all__ = ["RECORD", "first_names", "make_record", "weights_key"]
+__all__ = ["RECORD", "TRAINER_SCALER", "first_names", "make_record", "weights_key"]
 
 RECORD = "lightning_ort"
+TRAINER_SCALER = "lightning_ort.loss_scaler"
+"""Where a checkpoint made of an ORTTrainer's file has its scaler, as of :meth:`ScaleRule.summary`."""
 
 
 def make_record(trainer: pl.Trainer, module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:

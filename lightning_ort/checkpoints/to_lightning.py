@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 from lightning_ort.checkpoints.moments import from_moments, kind_of
 from lightning_ort.checkpoints.names import find_prefix
 from lightning_ort.checkpoints.progress import Position, advance_schedulers, loops_at
-from lightning_ort.checkpoints.record import RECORD, first_names, weights_key
+from lightning_ort.checkpoints.record import RECORD, TRAINER_SCALER, first_names, weights_key
 from lightning_ort.errors import CheckpointError
-from lightning_ort.precision import TRAINER_SCALER
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
