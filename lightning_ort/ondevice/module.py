@@ -93,19 +93,17 @@ class Module:
             ValueError, TypeError: the inputs do not fit; nothing has been changed then.
             RuntimeError: an evaluation without an evaluation graph.
         """
-        step = self._step()
-        self._require_values()
-        if not (self.training and self._accumulates):
+        training = self.training
+        step = self._train if training else self._step()
+        if not (training and self._accumulates):
+            # Python takes as long as ONNX Runtime for a network of a thousand parameters, hence this way around it
             again = step.again(user_inputs)
             if again is not None:
-                if self.training:
-                    self._computed()
-                return again[0] if len(again) == 1 else tuple(again)
+                self._accumulates = self._accumulates or training
+                return again
+        self._require_values()
         inputs = checked(user_inputs, step.graph.inputs)
-        if self.training:
-            results = self._accumulated(inputs)
-        else:
-            results = step(inputs)
+        results = self._accumulated(inputs) if training else step(inputs)
         return given_back(results, user_inputs)
 
     def _step(self) -> Step:

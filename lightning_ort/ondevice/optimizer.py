@@ -13,7 +13,6 @@ from lightning_ort.ondevice.memory import Packed
 from lightning_ort.ondevice.module import Module
 from lightning_ort.ondevice.state import OptimizerState
 from lightning_ort.updates import FusedAdam, Update
-from lightning_ort.updates.pieces import SMALL
 
 __all__ = ["Optimizer"]
 
@@ -21,8 +20,8 @@ __all__ = ["Optimizer"]
 class Optimizer:
     """Updates the parameters of ``module`` by their gradients.
 
-    The update is made in place, on the memory of the module: by ONNX Runtime, but Adam and AdamW of more than 16
-    thousand parameters, without clipping, by torch's fused kernel, which is faster.
+    The update is made in place, on the memory of the module: by ONNX Runtime, but Adam and AdamW without clipping by
+    torch's fused kernel, which is faster.
 
     Args:
         optimizer_uri: the artifact that says which optimizer it is.
@@ -65,15 +64,16 @@ class Optimizer:
         self._groups = len(types)
         limit = config.clip_grad_norm
         self._limits = None if limit is None else [limit] * self._groups
-        # the fused kernel would leave clipped gradients behind, which may be added to, and takes longer to begin
-        large = sum(p.numel() for p in params) >= SMALL
-        self._fused = large and limit is None and FusedAdam.can_do(config.rule, params, module.config)
+        # the fused kernel would leave clipped gradients behind, which may be added to
+        self._fused = limit is None and FusedAdam.can_do(config.rule, params, module.config)
+        self._numbers = config.fused_numbers if self._fused else config.numbers
         self._update: Update | FusedAdam
+        self._bound = self._fused  # whether the update knows where everything is; nothing moves afterwards
         if self._fused:
             self._update = FusedAdam(params, states, groups)
+            self._update.bind(self._gradients)
         else:
             self._update = Update(config.rule, params, states, groups, module.config, clip=limit is not None)
-        self._bound = False  # whether an update has run; nothing moves afterwards
         self._module, values.optimizer = module, state
 
     @property
@@ -93,13 +93,15 @@ class Optimizer:
         Raises:
             RuntimeError: there are none yet.
         """
-        if not self._module.state.gradients:
+        held = self._module.state
+        if not held.gradients:
             raise RuntimeError("There are no gradients yet: call the module in training mode before optimizer.step().")
-        state = self._state
-        numbers = self._config.numbers(state.learning_rate, state.step + 1, fused=self._fused)
+        state = held.training_state.optimizer
+        assert state is not None
+        numbers = self._numbers(state.learning_rate, state.step + 1)
         for group in range(self._groups):
             self._update.set_coefficients(group, numbers)
-        if self._bound and isinstance(self._update, Update):
+        if self._bound:
             self._update.run_again()
         else:
             self._update.run(self._gradients, limits=self._limits)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -95,7 +96,7 @@ class OptimizerConfig:
             if found:
                 raise ValueError(f"Optimizer: {message}.")
 
-    @property
+    @functools.cached_property
     def rule(self) -> Rule:
         """What one update computes."""
         if self.kind == "Lamb":
@@ -109,7 +110,7 @@ class OptimizerConfig:
             rule = Momentum(self.nesterov)
         return Decayed(rule) if self.weight_decay else rule
 
-    @property
+    @functools.cached_property
     def states(self) -> tuple[str, ...]:
         """Names of the tensors that are kept per parameter: ``moment_1`` and ``moment_2``, ``momentum``, or none."""
         return self.rule.states
@@ -119,13 +120,19 @@ class OptimizerConfig:
         moments = {n: {s: torch.zeros_like(p) for s in self.states} for n, p in trained.items()}
         return OptimizerState(self.kind, self.lr, 0, moments)
 
-    def numbers(self, lr: Any, count: Any, *, fused: bool = False) -> tuple[Any, ...]:
+    @property
+    def fused_numbers(self) -> Callable[[float, int], tuple[float, ...]]:
+        """For Adam and AdamW: what :meth:`numbers` is for a :class:`~lightning_ort.updates.FusedAdam`."""
+        decay = self.weight_decay if self.kind == "AdamW" else 0.0
+        corrected, scaled = self.bias_correction, self.decay == "before"
+        return FusedAdam.formula(*self.betas, self.eps, decay, bias_correction=corrected, scaled_epsilon=scaled)
+
+    def numbers(self, lr: Any, count: Any) -> tuple[Any, ...]:
         """Coefficients of :attr:`rule`.
 
         Args:
             lr: learning rate; a float, or a float64 tensor.
             count: number of this update, from 1; an int, or a float64 tensor.
-            fused: those for :class:`~lightning_ort.updates.FusedAdam`.
         """
         if self.kind == "SGD":
             numbers: tuple[Any, ...] = Momentum.numbers(lr, self.momentum) if self.momentum else (lr,)
@@ -139,6 +146,5 @@ class OptimizerConfig:
                     ratio_max=self.ratio_max,
                 )
             scaled = self.decay == "before"
-            kernel = FusedAdam if fused else Adam
-            numbers = kernel.numbers(*common, bias_correction=self.bias_correction, scaled_epsilon=scaled)
+            numbers = Adam.numbers(*common, bias_correction=self.bias_correction, scaled_epsilon=scaled)
         return (*numbers, self.weight_decay) if isinstance(self.rule, Decayed) else numbers

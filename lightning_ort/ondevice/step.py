@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from lightning_ort.ondevice.step_graph import StepGraph
@@ -63,6 +63,7 @@ class Step:
         self._fixed |= {graph.updates[n]: t for n, t in self._new.items()}
         self._plans: dict[tuple[torch.Size, ...], _Plan | None] = {}
         self._last: _Plan | None = None
+        self._run_again: Callable[[], None]  # once there is a last plan
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Results in memory of their own, in the order of ``graph.outputs``; gradients and buffers are written.
@@ -81,37 +82,38 @@ class Step:
             self._tensors[name].copy_(value)
         return results
 
-    def again(self, inputs: Sequence[Any]) -> list[np.ndarray] | None:
-        """What a call gives for arrays of the same form as those of the last one, sooner; ``None`` for anything else.
+    def again(self, inputs: Sequence[Any]) -> ndarray | tuple[ndarray, ...] | None:
+        """The result or results for arrays of the same form as those of the last call, sooner than by a call.
 
-        Python takes as long as ONNX Runtime for a network of a thousand parameters, so nothing is converted here.
+        ``None``, and nothing done, for anything else. Nothing is converted here.
         """
         plan = self._last
         if plan is None or not plan.fixed or len(inputs) != len(plan.arrays):
             return None
-        for target, x in zip(plan.arrays, inputs, strict=True):
-            if type(x) is not np.ndarray or x.dtype != target.dtype or x.shape != target.shape:
+        for x, (target, dtype, shape) in zip(inputs, plan.arrays):  # noqa: B905  strict takes time
+            if type(x) is not ndarray or x.dtype is not dtype or x.shape != shape:
                 return None
-        for target, x in zip(plan.arrays, inputs, strict=True):
-            target[...] = x
-        self._session.run_again()
-        for name, value in self._new.items():
-            self._tensors[name].copy_(value)
-        return [a.copy() for a in plan.result_arrays]
+            target[...] = x  # what is staged for a step that is not made does no harm
+        self._run_again()
+        if self._new:
+            for name, value in self._new.items():
+                self._tensors[name].copy_(value)
+        results = plan.result_arrays
+        return results[0].copy() if len(results) == 1 else tuple([a.copy() for a in results])
 
     def _planned(self, plan: _Plan, inputs: Sequence[Tensor]) -> list[Tensor]:
         for staged, x in zip(plan.staged, inputs, strict=True):
             if staged is not None:
                 staged.copy_(x)
         if plan is self._last and plan.fixed:
-            self._session.run_again()
+            self._run_again()
             return [t.clone() for t in plan.results]
         given = [x if s is None else s for s, x in zip(plan.staged, inputs, strict=True)]
         results = [t if kept else torch.empty_like(t) for t, kept in zip(plan.results, plan.kept, strict=True)]
         reads = [given[k] if isinstance(k, int) else k for k in plan.reads]
         writes = [results[k] if isinstance(k, int) else k for k in plan.writes]
         self._session.run(reads, writes)
-        self._last = plan
+        self._last, self._run_again = plan, self._session.repeat()
         return [t.clone() if kept else t for t, kept in zip(results, plan.kept, strict=True)]
 
     def _unplanned(self, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -158,7 +160,7 @@ class _Plan:
         reads: per graph input a tensor, or the number of an input.
         writes: per graph output a tensor, or the number of a result.
         fixed: nothing need be bound anew, and numpy has all of the types.
-        arrays: ``staged`` as arrays.
+        arrays: ``staged`` as arrays, each with its element type and its shape.
         result_arrays: ``results`` as arrays.
     """
 
@@ -174,7 +176,8 @@ class _Plan:
         bound = [t for t in staged if t is not None]
         known = all(t.dtype in NUMPY for t in [*bound, *results])
         self.fixed = len(bound) == len(staged) and all(kept) and known
-        self.arrays = [t.numpy() for t in bound] if known else []
+        arrays = [t.numpy() for t in bound] if known else []
+        self.arrays = [(a, a.dtype, a.shape) for a in arrays]
         self.result_arrays = [t.numpy() for t in results] if known else []
 
 

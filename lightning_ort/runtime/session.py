@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -156,11 +157,11 @@ class OrtSession:
             )
         self._queue = Queue(device, dict(wanted)[CUDA]) if device.type == "cuda" else None
         self.on_cpu = _on_cpu(self._session) if device.type == "cuda" else ()
-        self._run_options: onnxruntime.RunOptions | None = None
-        if self._queue is not None and self.on_cpu == ():
-            self._run_options = onnxruntime.RunOptions()
-            # what the CPU has a part in must be waited for: its buffers would be used again while copies are under way
-            self._run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        # what the CPU has a part in must be waited for: its buffers would be used again while copies are under way
+        self._waiting = _run_options()
+        alone = self.on_cpu == ()
+        self._at_once = _run_options(disable_synchronize_execution_providers="1") if alone else self._waiting
+        self._device = (device.type, device.index or 0)
         self._inputs = [i.name for i in self._session.get_inputs()]
         self._outputs = [o.name for o in self._session.get_outputs()]
         self._place: Callable[[torch.Tensor], Any] = torch.Tensor.data_ptr if same_shapes else _address_and_shape
@@ -187,15 +188,13 @@ class OrtSession:
                 copies.append(tensor)
             place = place_of(tensor)
             if place != bound[i]:
-                self._bind(binding.io.bind_input, self._inputs[i], tensor)
-                binding.on_host |= tensor.device.type == "cpu"
+                binding.on_host |= self._bind(binding.io.bind_input, self._inputs[i], tensor)
                 bound[i] = place
         bound = binding.outputs
         for i, tensor in enumerate(outputs):
             place = place_of(tensor)
             if place != bound[i]:
-                self._bind(binding.io.bind_output, self._outputs[i], tensor)
-                binding.on_host |= tensor.device.type == "cpu"
+                binding.on_host |= self._bind(binding.io.bind_output, self._outputs[i], tensor)
                 bound[i] = place
         self._latest = binding
         self._execute(binding.io, waiting=binding.on_host)
@@ -219,10 +218,17 @@ class OrtSession:
     def _execute(self, io: onnxruntime.IOBinding, *, waiting: bool) -> None:
         """Run; ``waiting`` for a GPU until it is done, because memory of the host takes part."""
         if self._queue is None:
-            self._session.run_with_iobinding(io)
+            self._session.run_with_iobinding(io, self._waiting)
             return
         with self._queue.in_order():
-            self._session.run_with_iobinding(io, None if waiting else self._run_options)
+            self._session.run_with_iobinding(io, self._waiting if waiting else self._at_once)
+
+    def repeat(self) -> Callable[[], None]:
+        """:meth:`run_again` as a function, for callers in whose loop each call counts; void after another run."""
+        assert self._latest is not None
+        if self._queue is None:
+            return functools.partial(self._session.run_with_iobinding, self._latest.io, self._waiting)
+        return self.run_again
 
     @property
     def has_run(self) -> bool:
@@ -238,12 +244,26 @@ class OrtSession:
             for name, place in zip(names, places, strict=True)
         }
 
-    def _bind(self, bind: Any, name: str, tensor: torch.Tensor) -> None:
-        element, device = NUMPY.get(tensor.dtype), (tensor.device.type, tensor.device.index or 0)
+    def _bind(self, bind: Any, name: str, tensor: torch.Tensor) -> bool:
+        """Bind; whether it is memory of the CPU for a session on a GPU."""
+        element, device, on_host = NUMPY.get(tensor.dtype), self._device, False
+        if self._queue is not None and tensor.device.type == "cpu":
+            device, on_host = ("cpu", 0), True
         if element is None:
             bind_bfloat16(bind, name, device, tensor)
         else:
             bind(name, *device, element, tuple(tensor.shape), tensor.data_ptr())
+        return on_host
+
+
+def _run_options(**entries: str) -> onnxruntime.RunOptions:
+    """To be used for all runs, since each run without any makes some, for a microsecond."""
+    options = onnxruntime.RunOptions()
+    # no graph of GPU kernels is captured; ONNX Runtime 1.31 asks for this entry, and misses it for 30 microseconds
+    options.add_run_config_entry("gpu_graph_id", "-1")
+    for name, value in entries.items():
+        options.add_run_config_entry(name, value)
+    return options
 
 
 def _session(

@@ -146,14 +146,15 @@ class Optimizer:
         if isinstance(self._config, SGDConfig):
             return (lr,)
         hyper = self._hyper[name]
-        common = (lr, hyper["alpha"], hyper["beta"], hyper["epsilon"], hyper["lambda"], self.counts[name])
+        settings, count = (hyper["alpha"], hyper["beta"], hyper["epsilon"], hyper["lambda"]), self.counts[name]
         corrected = hyper["do_bias_correction"]
         if isinstance(self._config, LambConfig):
             limits = {"ratio_min": hyper["ratio_min"], "ratio_max": hyper["ratio_max"]}
-            return Lamb.numbers(*common, bias_correction=corrected, **limits)
+            return Lamb.numbers(lr, *settings, count, bias_correction=corrected, **limits)
         before = hyper["weight_decay_mode"] is AdamConfig.DecayMode.BEFORE_WEIGHT_UPDATE
-        numbers = FusedAdam.numbers if isinstance(self._update, FusedAdam) else Adam.numbers
-        return numbers(*common, bias_correction=corrected, scaled_epsilon=before)
+        if isinstance(self._update, FusedAdam):
+            return FusedAdam.formula(*settings, bias_correction=corrected, scaled_epsilon=before)(lr, count)
+        return Adam.numbers(lr, *settings, count, bias_correction=corrected, scaled_epsilon=before)
 
     def state(self) -> dict[str, Any]:
         """Copies of the states, as they stand in checkpoints."""

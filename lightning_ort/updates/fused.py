@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -43,7 +43,9 @@ class FusedAdam:
         self._params = [[params[i] for i in members] for members in self._members]
         self._moments = [[[states[i][k] for i in members] for members in self._members] for k in (0, 1)]
         self._counts = [torch.ones((), dtype=torch.float32) for _ in self._members]
+        self._count_arrays = [count.numpy() for count in self._counts]  # written much sooner
         self._numbers: list[Sequence[float]] = [()] * len(self._members)
+        self._bound: list[tuple[list[list[Tensor]], Tensor | None]] = []
 
     @staticmethod
     def can_do(rule: Rule, params: Sequence[Tensor], config: RuntimeConfig) -> bool:
@@ -58,28 +60,33 @@ class FusedAdam:
         )
 
     @staticmethod
-    def numbers(
-        lr: float,
+    def formula(
         alpha: float,
         beta: float,
         epsilon: float,
         weight_decay: float,
-        count: int,
         *,
         bias_correction: bool,
         scaled_epsilon: bool,
-    ) -> tuple[float, ...]:
-        """Numbers for :meth:`set_coefficients`; arguments as of :meth:`Adam.numbers`."""
+    ) -> Callable[[float, int], tuple[float, ...]]:
+        """Learning rate and number of the update to numbers for :meth:`set_coefficients`.
+
+        The arguments are those of :meth:`Adam.numbers`.
+        """
         if bias_correction and scaled_epsilon:
-            return lr, alpha, beta, epsilon, weight_decay, count
+            return lambda lr, count: (lr, alpha, beta, epsilon, weight_decay, count)
+
         # after infinitely many updates there is nothing to correct, so what is to be corrected is so in the rate
-        rate = lr * math.sqrt(1 - beta**count) / (1 - alpha**count) if bias_correction else lr
-        return rate, alpha, beta, epsilon, weight_decay * lr / rate if rate else 0.0, math.inf
+        def corrected(lr: float, count: int) -> tuple[float, ...]:
+            rate = lr * math.sqrt(1 - beta**count) / (1 - alpha**count) if bias_correction else lr
+            return rate, alpha, beta, epsilon, weight_decay * lr / rate if rate else 0.0, math.inf
+
+        return corrected
 
     def set_coefficients(self, group: int, numbers: Sequence[float]) -> None:
         """The settings of a group, from :meth:`numbers`."""
         self._numbers[group] = numbers
-        self._counts[group].fill_(numbers[5])
+        self._count_arrays[group][()] = numbers[5]
 
     @torch.no_grad()
     def run(self, gradients: Sequence[Tensor], *, scale: float = 1.0, limits: Sequence[float] | None = None) -> bool:
@@ -93,26 +100,37 @@ class FusedAdam:
             factor = scale
             if self._clip and norm is not None and limits is not None and norm * scale > limits[group]:
                 factor = limits[group] / norm
-            self._run_group(group, [gradients[i] for i in members], factor)
+            self._update(group, *self._operands(group, [gradients[i] for i in members], factor))
         return True
 
-    def _run_group(self, group: int, gradients: list[Tensor], factor: float) -> None:
-        lr, alpha, beta, epsilon, weight_decay, _ = self._numbers[group]
-        params, count = self._params[group], self._counts[group]
+    def bind(self, gradients: Sequence[Tensor]) -> None:
+        """Let :meth:`run_again` use these gradients, which stay where they are, as they are; no guard looks at them."""
+        self._bound = [
+            self._operands(group, [gradients[i] for i in members], 1.0) for group, members in enumerate(self._members)
+        ]
+
+    def run_again(self) -> None:
+        """Like :meth:`run` with the gradients of :meth:`bind`; parameters must not require a gradient."""
+        for group, operands in enumerate(self._bound):
+            self._update(group, *operands)
+
+    def _operands(self, group: int, gradients: list[Tensor], factor: float) -> tuple[list[list[Tensor]], Tensor | None]:
+        """The kernel's lists of tensors, and what it divides gradients by."""
+        params = self._params[group]
         contiguous = [g if g.is_contiguous() else g.contiguous() for g in gradients]
         divisor = None
         if factor != 1.0 and params[0].dtype == torch.float32:
             divisor = torch.tensor(1.0 / factor, dtype=torch.float32)
         elif factor != 1.0:  # the kernel takes a float32
             contiguous = [g * factor for g in contiguous]
+        counts = [self._counts[group]] * len(params)
+        return [params, contiguous, self._moments[0][group], self._moments[1][group], [], counts], divisor
+
+    def _update(self, group: int, tensors: list[list[Tensor]], divisor: Tensor | None) -> None:
+        lr, alpha, beta, epsilon, weight_decay, _ = self._numbers[group]
         # the function of torch.optim that calls this sorts the tensors first, for longer than small ones take
         torch._fused_adamw_(
-            params,
-            contiguous,
-            self._moments[0][group],
-            self._moments[1][group],
-            [],
-            [count] * len(params),
+            *tensors,
             lr=lr,
             beta1=alpha,
             beta2=beta,

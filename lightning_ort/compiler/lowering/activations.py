@@ -40,8 +40,17 @@ def threshold_backward(g: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node
         return g.op("Mul", gradient, g.cast(passes, torch.bool, dtype))
     if threshold != 0:
         value = g.op("Sub", value, g.constant(threshold, dtype))
-    steep = g.op("Mul", value, g.constant(torch.finfo(dtype).max, dtype))
-    return g.op("Mul", gradient, g.op("Clip", steep, g.constant(0, dtype), g.constant(1, dtype)))
+    return g.op("Mul", gradient, _is_positive(g, value, dtype, node.meta["val"].device))
+
+
+def _is_positive(g: GraphBuilder, value: ir.Value, dtype: torch.dtype, device: torch.device) -> ir.Value:
+    """1 where ``value`` is above 0, else 0."""
+    steepest = torch.finfo(dtype).max
+    if dtype == torch.float32 and device.type == "cpu":
+        # a line of that slope between 0 and 1, in one pass
+        return g.op("HardSigmoid", value, alpha=steepest, beta=0.0)
+    steep = g.op("Mul", value, g.constant(steepest, dtype))
+    return g.op("Clip", steep, g.constant(0, dtype), g.constant(1, dtype))
 
 
 @lowers(aten.hardtanh.default)

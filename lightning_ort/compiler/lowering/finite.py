@@ -25,6 +25,7 @@ _BOUNDED = {
 # Finite if their arguments are.
 _KEEPING = {
     aten.add, aten.sub, aten.rsub, aten.mul, aten.neg, aten.abs, aten.relu, aten.gelu, aten.silu, aten.leaky_relu,
+    aten._log_softmax,
     aten.threshold_backward, aten.gelu_backward, aten.leaky_relu_backward, aten.clamp, aten.clamp_min, aten.clamp_max,
     aten.maximum, aten.minimum, aten.where, aten.masked_fill, aten.sum, aten.mean, aten.amax, aten.amin, aten._to_copy,
     aten.view, aten._unsafe_view, aten.reshape, aten.permute, aten.transpose, aten.t, aten.expand, aten.unsqueeze,
