@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
     for name in options.models:
         times = {c: [1e6 * t for t in found] for c, found in measure(name, options.rounds, options.threads).items()}
         results[name] = {c: median(found) for c, found in times.items()}
-        rows.append([name, *(f"{median(found):.0f} ({min(found):.0f})" for found in times.values())])
+        rows.append([name, *(f"{median(found):.1f} ({min(found):.1f})" for found in times.values())])
     for column in ("model", *next(iter(results.values()))):
         table.add_column(column)
     for row in rows:

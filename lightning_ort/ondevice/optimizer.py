@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -54,26 +55,24 @@ class Optimizer:
             # all parameters of one type as one
             params = list(module.memory.flat.values())
             states = [[packed[s].flat[p.dtype] for s in config.states] for p in params]
-            self._gradients = list(module.gradients.flat.values())
+            gradients = list(module.gradients.flat.values())
         else:
             params = list(trained.values())
             states = [list(state.moments[n].values()) for n in trained]
-            self._gradients = [module.gradients.views[n] for n in trained]
+            gradients = [module.gradients.views[n] for n in trained]
         types = list(dict.fromkeys(p.dtype for p in params))
         groups = [types.index(p.dtype) for p in params]
-        self._groups = len(types)
         limit = config.clip_grad_norm
-        self._limits = None if limit is None else [limit] * self._groups
         # the fused kernel would leave clipped gradients behind, which may be added to
-        self._fused = limit is None and FusedAdam.can_do(config.rule, params, module.config)
-        self._numbers = config.fused_numbers if self._fused else config.numbers
-        self._update: Update | FusedAdam
-        self._bound = self._fused  # whether the update knows where everything is; nothing moves afterwards
-        if self._fused:
-            self._update = FusedAdam(params, states, groups)
-            self._update.bind(self._gradients)
+        self._numbers: Callable[[float, int], Sequence[float]]
+        self._update: Callable[[Sequence[float]], None]
+        if limit is None and FusedAdam.can_do(config.rule, params, module.config):
+            self._numbers = config.fused_numbers
+            self._update = FusedAdam(params, states, groups).bound_to(gradients)
         else:
-            self._update = Update(config.rule, params, states, groups, module.config, clip=limit is not None)
+            self._numbers = config.numbers
+            update = Update(config.rule, params, states, groups, module.config, clip=limit is not None)
+            self._update = _InGraph(update, gradients, limit, len(types))
         self._module, values.optimizer = module, state
 
     @property
@@ -98,14 +97,7 @@ class Optimizer:
             raise RuntimeError("There are no gradients yet: call the module in training mode before optimizer.step().")
         state = held.training_state.optimizer
         assert state is not None
-        numbers = self._numbers(state.learning_rate, state.step + 1)
-        for group in range(self._groups):
-            self._update.set_coefficients(group, numbers)
-        if self._bound:
-            self._update.run_again()
-        else:
-            self._update.run(self._gradients, limits=self._limits)
-            self._bound = True
+        self._update(self._numbers(state.learning_rate, state.step + 1))
         state.step += 1
 
     def set_learning_rate(self, learning_rate: float) -> None:
@@ -122,6 +114,24 @@ class Optimizer:
     def get_learning_rate(self) -> float:
         """The learning rate of the next update."""
         return self._state.learning_rate
+
+
+class _InGraph:
+    """An update by ONNX Runtime, of gradients that stay where they are."""
+
+    def __init__(self, update: Update, gradients: list[Tensor], limit: float | None, groups: int) -> None:
+        self._graph, self._gradients, self._groups = update, gradients, groups
+        self._limits = None if limit is None else [limit] * groups
+        self._has_run = False
+
+    def __call__(self, numbers: Sequence[float]) -> None:
+        for group in range(self._groups):
+            self._graph.set_coefficients(group, numbers)
+        if self._has_run:
+            self._graph.run_again()
+        else:
+            self._graph.run(self._gradients, limits=self._limits)
+            self._has_run = True
 
 
 def _check(old: OptimizerState, kind: str, states: tuple[str, ...], trained: tuple[str, ...]) -> None:

@@ -11,8 +11,10 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
+from lightning_ort.compiler.passes import with_training_kernels
 from lightning_ort.ondevice.step_graph import StepGraph
 from lightning_ort.runtime.dtypes import NUMPY, ONNX
+from lightning_ort.runtime.kernels import has_training_kernels
 from lightning_ort.runtime.session import OrtSession, RuntimeConfig
 
 __all__ = ["Step"]
@@ -53,8 +55,9 @@ class Step:
         if small and config.session_options is None:
             # one allocation for all activations takes an eighth off the run of a small network
             config = dataclasses.replace(config, session_options={"enable_mem_pattern": True})
-        model = ir.to_proto(graph.model).SerializeToString()
-        self._session = OrtSession(model, config, torch.device("cpu"), double=double, small=small)
+        model = with_training_kernels(graph.model) if has_training_kernels() else graph.model
+        serialized = ir.to_proto(model).SerializeToString()
+        self._session = OrtSession(serialized, config, torch.device("cpu"), double=double, small=small)
         self._infos = {i.name: i for i in graph.inputs}
         self._order = [str(v.name) for v in values.inputs]
         self._outputs = [(str(v.name), _info(v)) for v in values.outputs]

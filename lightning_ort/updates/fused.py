@@ -45,7 +45,6 @@ class FusedAdam:
         self._counts = [torch.ones((), dtype=torch.float32) for _ in self._members]
         self._count_arrays = [count.numpy() for count in self._counts]  # written much sooner
         self._numbers: list[Sequence[float]] = [()] * len(self._members)
-        self._bound: list[tuple[list[list[Tensor]], Tensor | None]] = []
 
     @staticmethod
     def can_do(rule: Rule, params: Sequence[Tensor], config: RuntimeConfig) -> bool:
@@ -100,19 +99,25 @@ class FusedAdam:
             factor = scale
             if self._clip and norm is not None and limits is not None and norm * scale > limits[group]:
                 factor = limits[group] / norm
-            self._update(group, *self._operands(group, [gradients[i] for i in members], factor))
+            _update(*self._operands(group, [gradients[i] for i in members], factor), self._numbers[group])
         return True
 
-    def bind(self, gradients: Sequence[Tensor]) -> None:
-        """Let :meth:`run_again` use these gradients, which stay where they are, as they are; no guard looks at them."""
-        self._bound = [
-            self._operands(group, [gradients[i] for i in members], 1.0) for group, members in enumerate(self._members)
-        ]
+    def bound_to(self, gradients: Sequence[Tensor]) -> Callable[[Sequence[float]], None]:
+        """A function that updates everything by what ``gradients`` hold when it is called, sooner than :meth:`run`.
 
-    def run_again(self) -> None:
-        """Like :meth:`run` with the gradients of :meth:`bind`; parameters must not require a gradient."""
-        for group, operands in enumerate(self._bound):
-            self._update(group, *operands)
+        Its argument are the numbers, the same for all groups. The gradients must stay where they are; nothing is
+        clipped or guarded, and no parameter may require a gradient.
+        """
+        groups = [self._operands(g, [gradients[i] for i in members], 1.0) for g, members in enumerate(self._members)]
+        operands, counts = [tensors for tensors, _ in groups], self._count_arrays
+
+        def update(numbers: Sequence[float]) -> None:
+            for count in counts:
+                count[()] = numbers[5]
+            for tensors in operands:
+                _update(tensors, None, numbers)
+
+        return update
 
     def _operands(self, group: int, gradients: list[Tensor], factor: float) -> tuple[list[list[Tensor]], Tensor | None]:
         """The kernel's lists of tensors, and what it divides gradients by."""
@@ -126,17 +131,18 @@ class FusedAdam:
         counts = [self._counts[group]] * len(params)
         return [params, contiguous, self._moments[0][group], self._moments[1][group], [], counts], divisor
 
-    def _update(self, group: int, tensors: list[list[Tensor]], divisor: Tensor | None) -> None:
-        lr, alpha, beta, epsilon, weight_decay, _ = self._numbers[group]
-        # the function of torch.optim that calls this sorts the tensors first, for longer than small ones take
-        torch._fused_adamw_(
-            *tensors,
-            lr=lr,
-            beta1=alpha,
-            beta2=beta,
-            weight_decay=weight_decay,
-            eps=epsilon,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=divisor,
-        )
+
+def _update(tensors: list[list[Tensor]], divisor: Tensor | None, numbers: Sequence[float]) -> None:
+    lr, alpha, beta, epsilon, weight_decay, _ = numbers
+    # the function of torch.optim that calls this sorts the tensors first, for longer than small ones take
+    torch._fused_adamw_(
+        *tensors,
+        lr=lr,
+        beta1=alpha,
+        beta2=beta,
+        weight_decay=weight_decay,
+        eps=epsilon,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=divisor,
+    )

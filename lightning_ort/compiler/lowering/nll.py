@@ -8,6 +8,7 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
+from lightning_ort.compiler.lowering.bounds import unwrapped
 from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, rank_of
 from lightning_ort.compiler.lowering.finite import is_finite
 from lightning_ort.compiler.lowering.registry import lowers
@@ -29,7 +30,7 @@ class _Targets:
     Attributes:
         counts: which of them are not ignored.
         ones: 1 for those, 0 for the others.
-        index: all of them as numbers of classes that exist, 0 where they do not count.
+        index: all of them, 0 where they do not count; what is no class is too large for any operator.
         axes: that axis, for an operator.
     """
 
@@ -39,7 +40,7 @@ class _Targets:
         numbers = g.op("Unsqueeze", g.operand(target, torch.int64), self.axes)
         self.counts = g.op("Not", g.op("Equal", numbers, g.constant(ignore_index, torch.int64)))
         self.ones = g.cast(self.counts, torch.bool, self._dtype)
-        self.index = g.op("Mul", numbers, g.cast(self.counts, torch.bool, torch.int64))
+        self.index = unwrapped(g, g.op("Mul", numbers, g.cast(self.counts, torch.bool, torch.int64)))
 
     def counted(self, value: ir.Value, *, finite: bool) -> ir.Value:
         """``value`` where a target counts, else 0."""

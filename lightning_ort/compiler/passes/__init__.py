@@ -8,9 +8,10 @@ from onnx_ir.passes.common import CommonSubexpressionEliminationPass, RemoveUnus
 
 from lightning_ort.compiler.passes.recompute import RecomputePass
 from lightning_ort.compiler.passes.standard_operators import StandardOperatorsPass
+from lightning_ort.compiler.passes.training_kernels import TrainingKernelsPass
 from lightning_ort.compiler.passes.unused_inputs import RemoveUnusedInputsPass
 
-__all__ = ["optimize", "save_memory", "standardize"]
+__all__ = ["optimize", "save_memory", "standardize", "with_training_kernels"]
 
 _PASSES = Sequential(
     RemoveUnusedNodesPass(),
@@ -27,6 +28,11 @@ def optimize(model: ir.Model) -> ir.Model:
 def save_memory(model: ir.Model) -> bool:
     """Whether ``model`` now computes some values twice on purpose, which ONNX Runtime must not undo."""
     return RecomputePass()(model).modified
+
+
+def with_training_kernels(model: ir.Model) -> ir.Model:
+    """A copy of ``model`` with fewer operators, which only builds of ONNX Runtime for training have."""
+    return _PASSES(TrainingKernelsPass()(model.clone()).model).model
 
 
 def standardize(model: ir.Model) -> ir.Model:

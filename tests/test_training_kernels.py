@@ -1,0 +1,107 @@
+"""Operators for gradients of builds for training: used where they are there, with the same results."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import onnx
+import onnx.parser
+import onnx_ir as ir
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_ort import ondevice
+from lightning_ort.compiler.passes import with_training_kernels
+from lightning_ort.ondevice.flavour import flavour_of_model
+from lightning_ort.runtime.kernels import has_training_kernels
+
+LABELS = {
+    "all count": [3, 1, 0, 4, 2, 2],
+    "some count": [3, -100, 0, -100, 2, 2],
+    "none counts": [-100] * 6,
+}
+
+
+@pytest.fixture(scope="module")
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 5))
+
+
+@pytest.fixture(scope="module")
+def artifacts(network, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("artifacts")
+    example = (torch.randn(6, 4), torch.tensor(LABELS["all count"]))
+    ondevice.generate_artifacts(
+        network, folder, inputs=example, loss="CrossEntropyLoss", optimizer="AdamW", flavour="ort-training"
+    )
+    return folder
+
+
+def opened(folder):
+    state = ondevice.CheckpointState.load_checkpoint(folder / "checkpoint")
+    return state, ondevice.Module(folder / "training_model.onnx", state, folder / "eval_model.onnx")
+
+
+def test_builds_for_training_have_them():
+    assert has_training_kernels() == (importlib.util.find_spec("onnxruntime.training") is not None)
+
+
+def test_both_gradients_are_one_operator(artifacts):
+    state = ondevice.CheckpointState.load_checkpoint(artifacts / "checkpoint")
+    path = artifacts / "training_model.onnx"
+    step = flavour_of_model(path).load_train_step(path, state.training_state)
+    standard = [n.op_type for n in step.model.graph]
+    shorter = with_training_kernels(step.model)
+    found = [n.op_type for n in shorter.graph]
+    assert found.count("ReluGrad") == 1
+    assert found.count("SoftmaxCrossEntropyLossGrad") == 1
+    assert not {"HardSigmoid", "ScatterElements", "Exp"} & set(found)
+    assert "GatherElements" in found  # which refuses labels that are no classes
+    assert [n.op_type for n in step.model.graph] == standard
+
+
+@pytest.mark.parametrize("labels", LABELS)
+def test_gradients_are_torchs(network, artifacts, labels):
+    x, y = torch.randn(6, 4), torch.tensor(LABELS[labels])
+    loss = F.cross_entropy(network(x), y)
+    expected = torch.autograd.grad(loss, list(network.parameters()))
+    state, module = opened(artifacts)
+    got = module(x.numpy(), y.numpy())
+    np.testing.assert_allclose(got, loss.item(), rtol=1e-6)
+    for (name, _), gradient in zip(network.named_parameters(), expected, strict=True):
+        torch.testing.assert_close(torch.as_tensor(state.parameters[name].grad), gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("label", [-1, -3, 5, np.iinfo(np.int64).min, np.iinfo(np.int64).max])
+def test_labels_that_are_no_classes_are_refused(artifacts, label):
+    _, module = opened(artifacts)
+    x, y = np.zeros((6, 4), np.float32), np.array(LABELS["all count"])
+    good = module(x, y)
+    module.lazy_reset_grad()
+    y[2] = label
+    with pytest.raises((IndexError, RuntimeError), match=r"(?i)out of"):
+        module(x, y)
+    y[2] = 0
+    module.lazy_reset_grad()
+    assert module(x, y) == good
+
+
+BROADCAST = """
+<ir_version: 10, opset_import: ["": 20]>
+g (float[N,8,4,4] y, float[{shape}] dy) => (float[N,8,4,4] dx)
+{{
+   mask = HardSigmoid<alpha=3.4028234663852886e38, beta=0.0>(y)
+   dx = Mul(dy, mask)
+}}
+"""
+
+
+@pytest.mark.parametrize(("shape", "op_types"), {"N,8,4,4": ["ReluGrad"], "N,8,1,1": ["HardSigmoid", "Mul"]}.items())
+def test_a_gradient_that_is_broadcast_stays_as_it_is(shape, op_types):
+    """The operator does not broadcast: it would read what lies beside."""
+    model = ir.from_proto(onnx.parser.parse_model(BROADCAST.format(shape=shape)))
+    assert [n.op_type for n in with_training_kernels(model).graph] == op_types
