@@ -24,6 +24,13 @@ MODEL = onnx.parser.parse_model(
 RealSession = onnxruntime.InferenceSession
 
 
+def has_entry(options: Any, name: str) -> bool:
+    try:
+        return options.get_run_config_entry(name) == "1"
+    except RuntimeError:  # none of that name
+        return False
+
+
 class OnGPU(torch.Tensor):
     """A tensor of the CPU that says to be elsewhere."""
 
@@ -99,7 +106,7 @@ class Machine:
                 return Binding(self)
 
             def run_with_iobinding(self, binding, options=None):
-                waits = options is None or options.get_run_config_entry(WITHOUT_WAITING) != "1"
+                waits = not has_entry(options, WITHOUT_WAITING)
                 machine.events.append("run and wait" if waits else "run")
                 self.real.run_with_iobinding(binding.real)
 
