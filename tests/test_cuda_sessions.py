@@ -24,7 +24,7 @@ MODEL = onnx.parser.parse_model(
 RealSession = onnxruntime.InferenceSession
 
 
-def has_entry(options: Any, name: str) -> bool:
+def has_entry(options, name):
     try:
         return options.get_run_config_entry(name) == "1"
     except RuntimeError:  # none of that name
