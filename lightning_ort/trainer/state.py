@@ -1,21 +1,27 @@
-"""The state of a trainer as nested dictionaries, in the layout of ONNX Runtime's ORTTrainer."""
+"""The state of a trainer, out and in, as nested dictionaries in the layout of ONNX Runtime's ORTTrainer."""
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_ort.amp import LossScaler
+from lightning_ort.checkpoints.to_trainer import to_trainer
+from lightning_ort.optim.config import _OptimizerConfig
 from lightning_ort.scalers import StepScalerRule
+from lightning_ort.trainer import checkpoint, lightning_files
+from lightning_ort.trainer.optimizer import Optimizer
+from lightning_ort.trainer.options import ORTTrainerOptions
+from lightning_ort.trainer.step import CombinedModule
+from lightning_ort.trainer.step_info import TrainStepInfo
 
-if TYPE_CHECKING:
-    from lightning_ort.trainer.trainer import ORTTrainer
-
-__all__ = ["check_state", "load_state", "make_state", "trainer_options", "weights_of"]
+__all__ = ["TrainerState", "weights_of"]
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
@@ -31,7 +37,137 @@ def weights_of(module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def trainer_options(trainer: ORTTrainer) -> dict[str, Any]:
+class TrainerState:
+    """What a trainer has learned, out and in: the half of ``ORTTrainer`` that saves and loads.
+
+    Attributes:
+        optim_config: see ``ORTTrainer``.
+        options: see ``ORTTrainer``.
+    """
+
+    optim_config: _OptimizerConfig
+    options: ORTTrainerOptions
+    _combined: CombinedModule
+    _weights: dict[str, Tensor]
+    _optimizer: Optimizer
+    _scaler: LossScaler | None
+    _train_step_info: TrainStepInfo
+    _from_onnx: bool
+    _accumulated: int
+    """steps since the last update"""
+    _skipped: int
+    """updates that were left out because a gradient was not finite"""
+    _lightning: dict[str, Any]
+    """what a Lightning checkpoint held besides the state"""
+
+    def state_dict(self, pytorch_format: bool = False) -> dict[str, Any]:
+        """Weights, optimizer states, counters and what a checkpoint tells about the options.
+
+        Args:
+            pytorch_format: give a flat dictionary of tensors for the module's ``load_state_dict``.
+
+        Returns:
+            Copies: numpy arrays in nested dictionaries (``model/full_precision/<name>``,
+            ``optimizer/<name>/Moment_1`` ...), or tensors by name.
+        """
+        if pytorch_format and self._from_onnx:
+            return {name: t.detach().clone() for name, t in self._weights.items()}
+        if pytorch_format:
+            return {name: t.detach().clone() for name, t in self._combined.model.state_dict().items()}
+        return _make_state(self)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Take over what :meth:`state_dict` gave, before or after the first step.
+
+        Args:
+            state_dict: nested dictionaries; weights and states may be numpy arrays or tensors.
+            strict: refuse keys that are missing or unexpected. Otherwise what is missing stays as it is.
+
+        Raises:
+            RuntimeError: see ``strict``; or a shape is not the model's. Nothing has been changed.
+            AssertionError: the state of another optimizer. Nothing has been changed.
+
+        Warns:
+            UserWarning: the model, the optimizer or the counters are missing altogether.
+        """
+        _check_state(self, state_dict, strict=strict)
+        _load_state(self, state_dict)
+        self._lightning = {}
+        self._optimizer.zero_grad()
+        self._accumulated = 0
+
+    def save_checkpoint(
+        self,
+        path: str | os.PathLike[str] | IO[bytes],
+        user_dict: Mapping[str, Any] = {},
+        include_optimizer_states: bool = True,
+    ) -> None:
+        """Write the state to an HDF5 file, which appears under its name when it is complete.
+
+        Args:
+            path: a file that does not exist yet, or an open binary file.
+            user_dict: your own data: nested dictionaries, lists, tuples, strings, numbers, arrays and tensors.
+            include_optimizer_states: write the states of the optimizer too.
+
+        Raises:
+            FileExistsError: there is a file of that name.
+            FileNotFoundError: its folder does not exist.
+            TypeError: ``user_dict`` holds something else.
+        """
+        state = self.state_dict()
+        if not include_optimizer_states:
+            del state["optimizer"]
+        if self._lightning:
+            state[checkpoint.LIGHTNING] = self._lightning
+        checkpoint.write(path, state, user_dict)
+
+    def load_checkpoint(
+        self,
+        *paths: str | os.PathLike[str] | IO[bytes],
+        strict: bool = True,
+        allow_pickle: bool = False,
+        prefix: str | None = None,
+    ) -> dict[str, Any]:
+        """Load the file that :meth:`save_checkpoint`, ONNX Runtime's ORTTrainer, or Lightning has written.
+
+        Of a Lightning checkpoint, which must have been written under ``strategy="ort"``, weights, optimizer states,
+        counters and the loss scale are taken over. All else is kept and written into files of
+        :meth:`save_checkpoint`, for Lightning to go on from them.
+
+        Args:
+            *paths: the file, or all files of a training on several devices.
+            strict: see :meth:`load_state_dict`.
+            allow_pickle: accept ``user_dict`` of a file of ONNX Runtime's, which is pickled, and objects among the
+                hyper-parameters of a Lightning checkpoint. Unpickling executes whatever the author of a file put into
+                it.
+            prefix: what the names of a Lightning checkpoint begin with where this trainer's have none, such as
+                ``"net."``; needed only where more than one would fit.
+
+        Returns:
+            The ``user_dict`` that was saved; of a Lightning checkpoint its ``epoch`` and ``global_step``.
+
+        Raises:
+            ValueError: no HDF5 file, or none at all, or ``user_dict`` is pickled.
+            CheckpointError: a Lightning checkpoint that is damaged, or whose names or optimizer do not fit.
+            KeyError: no checkpoint of an ORTTrainer.
+            OSError: the file is damaged.
+            AssertionError: more or fewer files than the checkpoint has, or another optimizer's.
+            RuntimeError: see :meth:`load_state_dict`.
+        """
+        if len(paths) == 1 and lightning_files.is_lightning(paths[0]):
+            found = lightning_files.read(paths[0], allow_pickle=allow_pickle)
+            state, rest = to_trainer(found, self._weights, self._optimizer.names(), prefix, paths[0])
+            user_dict = {key: found[key] for key in ("epoch", "global_step")}
+            kept = lightning_files.pack(rest)
+        else:
+            state, user_dict = checkpoint.read_all(paths, allow_pickle=allow_pickle)
+            kept = state.pop(checkpoint.LIGHTNING, {})
+        self.load_state_dict(state, strict=strict)
+        self._lightning = kept
+        return user_dict
+
+
+def _trainer_options(trainer: TrainerState) -> dict[str, Any]:
     """What a checkpoint tells about the options."""
     distributed = trainer.options.distributed
     return {
@@ -45,20 +181,20 @@ def trainer_options(trainer: ORTTrainer) -> dict[str, Any]:
     }
 
 
-def make_state(trainer: ORTTrainer) -> dict[str, Any]:
+def _make_state(trainer: TrainerState) -> dict[str, Any]:
     """Copies of all that makes up the state, as numpy arrays and numbers."""
     info = trainer._train_step_info
     scaler = {} if trainer._scaler is None else {"loss_scaler": _scaler_state(trainer)}
     return {
         "model": {"full_precision": {n: _array(t) for n, t in trainer._weights.items()}},
         "optimizer": trainer._optimizer.state(),
-        "trainer_options": trainer_options(trainer),
+        "trainer_options": _trainer_options(trainer),
         "train_step_info": {"optimization_step": info.optimization_step, "step": info.step},
         **scaler,
     }
 
 
-def _scaler_state(trainer: ORTTrainer) -> dict[str, Any]:
+def _scaler_state(trainer: TrainerState) -> dict[str, Any]:
     return {**StepScalerRule(trainer._scaler).summary(), "skipped_steps": trainer._skipped}
 
 
@@ -68,7 +204,7 @@ def _array(tensor: Tensor) -> Any:
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy().copy()
 
 
-def check_state(trainer: ORTTrainer, state: Any, *, strict: bool) -> None:
+def _check_state(trainer: TrainerState, state: Any, *, strict: bool) -> None:
     """Raise if ``state`` cannot be loaded; nothing is changed.
 
     Raises:
@@ -124,8 +260,8 @@ def _compare_shapes(given: Any, own: Any, where: str) -> None:
 
 
 @torch.no_grad()
-def load_state(trainer: ORTTrainer, state: Mapping[str, Any]) -> None:
-    """Take over a state that :func:`check_state` found in order."""
+def _load_state(trainer: TrainerState, state: Mapping[str, Any]) -> None:
+    """Take over a state that :func:`_check_state` found in order."""
     if trainer._scaler is not None and "loss_scaler" in state:
         # first, for what it refuses is only known when it is asked
         StepScalerRule(trainer._scaler).resume(state["loss_scaler"])

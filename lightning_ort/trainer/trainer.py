@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any
+from typing import Any
 
 import onnx
 import torch
 from torch import Tensor, nn
 
 from lightning_ort.amp import DynamicLossScaler, LossScaler
-from lightning_ort.checkpoints.to_trainer import to_trainer
 from lightning_ort.environment import require_onnxruntime
 from lightning_ort.optim.config import _OptimizerConfig
-from lightning_ort.trainer import checkpoint, lightning_files
 from lightning_ort.trainer.debug import GraphFiles
 from lightning_ort.trainer.description import describe
 from lightning_ort.trainer.device import choose_device, runtime_config
@@ -25,14 +23,14 @@ from lightning_ort.trainer.model import make_module
 from lightning_ort.trainer.optimizer import Optimizer
 from lightning_ort.trainer.options import ORTTrainerOptions
 from lightning_ort.trainer.refusals import check_arguments, refuse
-from lightning_ort.trainer.state import check_state, load_state, make_state, weights_of
+from lightning_ort.trainer.state import TrainerState, weights_of
 from lightning_ort.trainer.step import CombinedModule
 from lightning_ort.trainer.step_info import TrainStepInfo
 
 __all__ = ["ORTTrainer"]
 
 
-class ORTTrainer:
+class ORTTrainer(TrainerState):
     """Trains ``model``: forward pass, gradients and updates run in ONNX Runtime, on the memory of the module.
 
     The interface is that of ``onnxruntime.training.ORTTrainer`` as ONNX Runtime 1.16 shipped it; ``docs/orttrainer.md``
@@ -239,114 +237,6 @@ class ORTTrainer:
         results = self._execution.eval(inputs)
         expected = dict(zip(self.model_desc.output_names(), results, strict=True))
         check_export(model, dict(zip(names, inputs, strict=True)), expected)
-
-    # -- state ----------------------------------------------------------------------------------------------------
-
-    def state_dict(self, pytorch_format: bool = False) -> dict[str, Any]:
-        """Weights, optimizer states, counters and what a checkpoint tells about the options.
-
-        Args:
-            pytorch_format: give a flat dictionary of tensors for the module's ``load_state_dict``.
-
-        Returns:
-            Copies: numpy arrays in nested dictionaries (``model/full_precision/<name>``,
-            ``optimizer/<name>/Moment_1`` ...), or tensors by name.
-        """
-        if pytorch_format and self._from_onnx:
-            return {name: t.detach().clone() for name, t in self._weights.items()}
-        if pytorch_format:
-            return {name: t.detach().clone() for name, t in self._combined.model.state_dict().items()}
-        return make_state(self)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Take over what :meth:`state_dict` gave, before or after the first step.
-
-        Args:
-            state_dict: nested dictionaries; weights and states may be numpy arrays or tensors.
-            strict: refuse keys that are missing or unexpected. Otherwise what is missing stays as it is.
-
-        Raises:
-            RuntimeError: see ``strict``; or a shape is not the model's. Nothing has been changed.
-            AssertionError: the state of another optimizer. Nothing has been changed.
-
-        Warns:
-            UserWarning: the model, the optimizer or the counters are missing altogether.
-        """
-        check_state(self, state_dict, strict=strict)
-        load_state(self, state_dict)
-        self._lightning = {}
-        self._optimizer.zero_grad()
-        self._accumulated = 0
-
-    def save_checkpoint(
-        self,
-        path: str | os.PathLike[str] | IO[bytes],
-        user_dict: Mapping[str, Any] = {},
-        include_optimizer_states: bool = True,
-    ) -> None:
-        """Write the state to an HDF5 file, which appears under its name when it is complete.
-
-        Args:
-            path: a file that does not exist yet, or an open binary file.
-            user_dict: your own data: nested dictionaries, lists, tuples, strings, numbers, arrays and tensors.
-            include_optimizer_states: write the states of the optimizer too.
-
-        Raises:
-            FileExistsError: there is a file of that name.
-            FileNotFoundError: its folder does not exist.
-            TypeError: ``user_dict`` holds something else.
-        """
-        state = self.state_dict()
-        if not include_optimizer_states:
-            del state["optimizer"]
-        if self._lightning:
-            state[checkpoint.LIGHTNING] = self._lightning
-        checkpoint.write(path, state, user_dict)
-
-    def load_checkpoint(
-        self,
-        *paths: str | os.PathLike[str] | IO[bytes],
-        strict: bool = True,
-        allow_pickle: bool = False,
-        prefix: str | None = None,
-    ) -> dict[str, Any]:
-        """Load the file that :meth:`save_checkpoint`, ONNX Runtime's ORTTrainer, or Lightning has written.
-
-        Of a Lightning checkpoint, which must have been written under ``strategy="ort"``, weights, optimizer states,
-        counters and the loss scale are taken over. All else is kept and written into files of
-        :meth:`save_checkpoint`, for Lightning to go on from them.
-
-        Args:
-            *paths: the file, or all files of a training on several devices.
-            strict: see :meth:`load_state_dict`.
-            allow_pickle: accept ``user_dict`` of a file of ONNX Runtime's, which is pickled, and objects among the
-                hyper-parameters of a Lightning checkpoint. Unpickling executes whatever the author of a file put into
-                it.
-            prefix: what the names of a Lightning checkpoint begin with where this trainer's have none, such as
-                ``"net."``; needed only where more than one would fit.
-
-        Returns:
-            The ``user_dict`` that was saved; of a Lightning checkpoint its ``epoch`` and ``global_step``.
-
-        Raises:
-            ValueError: no HDF5 file, or none at all, or ``user_dict`` is pickled.
-            CheckpointError: a Lightning checkpoint that is damaged, or whose names or optimizer do not fit.
-            KeyError: no checkpoint of an ORTTrainer.
-            OSError: the file is damaged.
-            AssertionError: more or fewer files than the checkpoint has, or another optimizer's.
-            RuntimeError: see :meth:`load_state_dict`.
-        """
-        if len(paths) == 1 and lightning_files.is_lightning(paths[0]):
-            found = lightning_files.read(paths[0], allow_pickle=allow_pickle)
-            state, rest = to_trainer(found, self._weights, self._optimizer.names(), prefix, paths[0])
-            user_dict = {key: found[key] for key in ("epoch", "global_step")}
-            kept = lightning_files.pack(rest)
-        else:
-            state, user_dict = checkpoint.read_all(paths, allow_pickle=allow_pickle)
-            kept = state.pop(checkpoint.LIGHTNING, {})
-        self.load_state_dict(state, strict=strict)
-        self._lightning = kept
-        return user_dict
 
 
 def _given_out(results: list[Tensor]) -> Any:
