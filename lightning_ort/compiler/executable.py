@@ -14,7 +14,7 @@ from lightning_ort.compiler.numbers import is_number
 from lightning_ort.compiler.plan import Fallback, Plan
 from lightning_ort.compiler.sizes import Sizes, UnknownSize
 from lightning_ort.compiler.trace import Traced, Untraceable
-from lightning_ort.compiler.widen import Widening, half_types
+from lightning_ort.compiler.widen import CONVOLUTIONS, PRODUCTS, Widening, half_types
 from lightning_ort.runtime.session import RuntimeConfig
 
 __all__ = ["Executable"]
@@ -50,8 +50,11 @@ class Executable:
     ) -> None:
         self.half = half_types(traced.graph)
         native = config.in_bfloat16() if self.half == {torch.bfloat16} else None
-        widening = Widening(traced, rounded=native is None)
-        self.widened, config = (widening.count, config) if native is None else (0, native)
+        on_gpu = device.type == "cuda"
+        kept = _in_16_bits(config) if on_gpu else frozenset()
+        widening = Widening(traced, rounded=native is None, kept=kept)
+        # what a GPU computes in float32 besides products costs it the memory it reads, and no more
+        self.widened, config = (0 if on_gpu else widening.count, config) if native is None else (0, native)
         extra = [widening.result(n) for n in extra]
         inputs = [*traced.inputs, *traced.tangents.values(), *traced.draws]
         tensors = [o for o in traced.outputs if isinstance(o, fx.Node) and not is_number(o)]
@@ -112,3 +115,8 @@ class Executable:
     def numbers(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Outputs that are Python numbers; 0 in the place of tensors."""
         return self._numbers(inputs)
+
+
+def _in_16_bits(config: RuntimeConfig) -> frozenset[Any]:
+    """What is computed in 16 bits on a GPU, by ONNX Runtime or (convolutions that it has no kernels for) by torch."""
+    return PRODUCTS | CONVOLUTIONS if config.placement == "fastest" else PRODUCTS

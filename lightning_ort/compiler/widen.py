@@ -12,7 +12,7 @@ from torch import fx
 
 from lightning_ort.compiler.trace import Traced
 
-__all__ = ["Widening", "half_types"]
+__all__ = ["CONVOLUTIONS", "PRODUCTS", "Widening", "half_types"]
 
 aten = torch.ops.aten
 
@@ -34,6 +34,19 @@ _EXACT = {
     for overload in packet.overloads()
 }  # fmt: skip
 
+PRODUCTS = frozenset({aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default})
+"""What GPUs have units of their own for in 16 bits, which sum in float32 and round once, as torch does there."""
+CONVOLUTIONS = frozenset({aten.convolution.default, aten.convolution_backward.default})
+# Entries change their places only, for which any provider has kernels of every type.
+_MOVED = {
+    getattr(packet, overload)
+    for packet in (
+        aten.expand, aten.permute, aten.reshape, aten.squeeze, aten.t, aten.transpose, aten.unsqueeze, aten.view,
+        aten._unsafe_view,
+    )
+    for overload in packet.overloads()
+} - {aten.view.dtype}  # fmt: skip
+
 
 def half_types(graph: fx.Graph) -> set[torch.dtype]:
     """The 16-bit floating-point types that occur in ``graph``."""
@@ -49,13 +62,15 @@ class Widening:
     Args:
         traced: the graph, changed in place.
         rounded: round each result; where the execution provider computes in 16 bits by itself, that is not wanted.
+        kept: operators for which the execution provider has 16-bit kernels; they stay as they are.
 
     Attributes:
         count: how many operators were rewritten.
     """
 
-    def __init__(self, traced: Traced, *, rounded: bool = True) -> None:
+    def __init__(self, traced: Traced, *, rounded: bool = True, kept: frozenset[Any] = frozenset()) -> None:
         self.count, self._rounded = 0, rounded
+        self._kept = kept | _MOVED if kept else kept
         self._graph = traced.graph
         self._half = {n: n.meta["val"].dtype for n in self._graph.nodes if _is_half(n.meta.get("val"))}
         self._narrow: dict[fx.Node, fx.Node] = {}
@@ -81,7 +96,7 @@ class Widening:
         return self._narrow_of(value) if value in self._half else self._replaced.get(value, value)
 
     def _rewrite(self, node: fx.Node) -> None:
-        if node.target in _BITS:
+        if node.target in _BITS or self._is_kept(node):
             self._map(node, self._narrow_of)
             self._narrow[node] = node
             return
@@ -101,6 +116,13 @@ class Widening:
         node.meta["val"] = pytree.tree_map(_wide_fake, node.meta["val"])
         if node in self._half and exact:
             self._wide[node] = node
+
+    def _is_kept(self, node: fx.Node) -> bool:
+        if node.target is operator.getitem:
+            return node.args[0] in self._narrow
+        tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+        # what was rewritten before gives float32 by now
+        return node.target in self._kept and _one_type([self._half.get(n) for n in tensors])
 
     def _map(self, node: fx.Node, form: Any) -> None:
         def mapped(source: fx.Node) -> fx.Node:
@@ -139,6 +161,10 @@ class Widening:
 def _has_half(nodes: Iterable[fx.Node]) -> bool:
     """Whether one of ``nodes`` stands for a 16-bit floating-point tensor, or several results with one among them."""
     return any(_is_half(v) for n in nodes for v in pytree.tree_leaves(n.meta.get("val")))
+
+
+def _one_type(dtypes: list[torch.dtype | None]) -> bool:
+    return len(set(dtypes)) == 1 and dtypes[0] is not None
 
 
 def _is_half(val: Any) -> bool:

@@ -15,7 +15,7 @@ from lightning_ort.compiler.lowering.shapes import unpermuted
 
 aten = torch.ops.aten
 
-GEMM_TYPES = (torch.float32, torch.float64, torch.float16)
+GEMM_TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def _matrix(g: GraphBuilder, arg: fx.Node) -> tuple[ir.Value, int]:
