@@ -12,11 +12,12 @@ BENCH ?=
 
 CPU := .venv-cpu
 STOCK := .venv-stock
+GPU := .venv-gpu
 JAVASCRIPT := examples/ondevice/node_modules
 STAMP := .lightning_ort-installed
 PIP_OPTIONS := -qq --disable-pip-version-check --no-input
 
-.PHONY: help demo test lint format bench environments clean clean-environments
+.PHONY: help demo test test-gpu lint format bench environments clean clean-environments
 .DEFAULT_GOAL := help
 # make would take a half-made environment for a finished one
 .DELETE_ON_ERROR:
@@ -24,6 +25,7 @@ PIP_OPTIONS := -qq --disable-pip-version-check --no-input
 help:
 	@echo "make demo    set up $(CPU) and train a digit classifier in ONNX Runtime"
 	@echo "make test    set up both environments, check format, lint and types, run the tests in both"
+	@echo "make test-gpu set up $(GPU) with PyPI's CUDA builds and run the tests for a GPU, which must be there"
 	@echo "make lint    check format, lint and types"
 	@echo "make format  format the code and mend what lint can mend"
 	@echo "make bench   run the benchmarks in $(STOCK)"
@@ -35,6 +37,13 @@ demo: $(CPU)/$(STAMP)
 test: lint $(CPU)/$(STAMP) $(JAVASCRIPT)/$(STAMP)
 	$(STOCK)/bin/python -m pytest --numprocesses=auto --maxprocesses=4 $(PYTEST)
 	$(CPU)/bin/python -m pytest --numprocesses=auto --maxprocesses=4 $(PYTEST)
+
+# PyPI's wheel of PyTorch is the CUDA build
+test-gpu: TORCH_INDEX :=
+test-gpu: $(GPU)/$(STAMP)
+	$(GPU)/bin/python -m lightning_ort doctor
+	LIGHTNING_ORT_TEST_GPU=1 $(GPU)/bin/python -m pytest -n 0 \
+		tests/test_gpu.py tests/test_cuda_sessions.py tests/test_cuda_precision.py tests/test_accelerator.py $(PYTEST)
 
 lint: $(STOCK)/$(STAMP)
 	$(STOCK)/bin/ruff format --check .
@@ -72,4 +81,4 @@ clean:
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 clean-environments:
-	rm -rf $(CPU) $(STOCK) $(JAVASCRIPT)
+	rm -rf $(CPU) $(STOCK) $(GPU) $(JAVASCRIPT)

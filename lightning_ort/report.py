@@ -42,6 +42,7 @@ class StepReport:
         graph_breaks: places where it leaves the graph, without repetition.
         in_torch: what torch executed because ONNX Runtime could not, without repetition.
         preferred: operators that torch executed because it is faster, and in how many places of the graphs.
+        on_cpu: ONNX operators of a step on a GPU that the CPU executes, and in how many places of the graphs.
         widened: 16-bit operators that compute in float32, for want of kernels: right, and not faster than float32.
         compile_seconds: wall-clock seconds spent compiling.
     """
@@ -53,6 +54,7 @@ class StepReport:
     graph_breaks: list[GraphBreak] = dataclasses.field(default_factory=list)
     in_torch: list[InTorch] = dataclasses.field(default_factory=list)
     preferred: Counter[str] = dataclasses.field(default_factory=Counter)
+    on_cpu: Counter[str] = dataclasses.field(default_factory=Counter)
     widened: int = 0
     compile_seconds: float = 0.0
 
@@ -135,6 +137,12 @@ class Report(Mapping[str, StepReport]):
                 "(placement='onnxruntime' keeps it there)"
                 for what, count in s.preferred.items()
             ]
+            if s.on_cpu:
+                listed = ", ".join(f"{what} ({count})" for what, count in s.on_cpu.items())
+                details.append(
+                    f"on the CPU: {listed}: ONNX Runtime has no kernel for them on the GPU, or counts them as part of "
+                    "a shape. What they read and give is copied, and each run is waited for."
+                )
             if s.widened:
                 details.append(
                     f"16 bits: {s.widened} operators compute in float32 and round their results, because ONNX Runtime "

@@ -123,6 +123,7 @@ class CompiledSteps:
             self._running.graphs += 1
             self._running.widened += executable.widened
             self._running.preferred.update(executable.preferred)
+            self._running.on_cpu.update(executable.on_cpu)
 
     def _on_fallback(self, fallbacks: Sequence[Fallback]) -> None:
         if self._running is None:

@@ -128,7 +128,7 @@ LAYERS = {
 
 def scalar(out: torch.Tensor) -> torch.Tensor:
     """A loss that weighs every entry differently and grows with its square."""
-    weights = torch.cos(torch.arange(out[0].numel(), dtype=out.dtype)).reshape(out.shape[1:])
+    weights = torch.cos(torch.arange(out[0].numel(), dtype=out.dtype, device=out.device)).reshape(out.shape[1:])
     return (out * weights).mean() + out.square().mean()
 
 

@@ -9,7 +9,10 @@ import onnx.parser
 import onnxruntime
 import pytest
 import torch
+from modules import Regressor, curve
+from parity import fit, step_report
 
+from lightning_ort.compiler import plan
 from lightning_ort.errors import ProviderError
 from lightning_ort.runtime import cuda
 from lightning_ort.runtime.providers import choose_providers
@@ -329,3 +332,16 @@ def test_sessions_of_the_cpu_have_no_part_in_this(machine):
     assert z.tolist() == [1, 1, 1]
     assert machine.events == ["run and wait"]
     assert session.on_cpu == ()
+
+
+def test_the_report_tells_what_the_cpu_executes(monkeypatch):
+    class OnBoth(OrtSession):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.on_cpu = ("Shape", "Gather", "Shape")
+
+    monkeypatch.setattr(plan, "OrtSession", OnBoth)
+    run = fit(Regressor, curve, strategy="ort", max_steps=2)
+
+    assert step_report(run.trainer, "training_step").on_cpu == {"Shape": 2, "Gather": 1}
+    assert "on the CPU: Shape (2), Gather (1): ONNX Runtime has no kernel" in str(run.trainer.strategy.report())

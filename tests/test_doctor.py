@@ -71,6 +71,16 @@ def test_a_cpu_provider_that_does_not_work(monkeypatch):
     assert finding.remedies == ("pip install --force-reinstall --no-deps onnxruntime==1.31.1",)
 
 
+def test_a_provider_whose_libraries_are_of_another_version(monkeypatch):
+    monkeypatch.setattr(doctor, "_starts", lambda name: "the session runs on CPUExecutionProvider")
+    monkeypatch.setattr("torch.version.cuda", "12.8")
+    monkeypatch.setattr("onnxruntime.cuda_version", "13.0", raising=False)
+    (finding,) = doctor._providers(OnnxRuntime("onnxruntime-gpu", "1.31.1", ("CUDAExecutionProvider",)))
+    assert finding.level == "note"
+    assert "does not start here: the session runs on CPUExecutionProvider; this ONNX Runtime" in finding.text
+    assert "is built for CUDA 13.0, and finds only the libraries of CUDA 12.8" in finding.text
+
+
 def test_a_gpu_that_onnxruntime_does_not_reach(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     *_, finding = doctor._providers(OnnxRuntime("onnxruntime", "1.31.1", ("CPUExecutionProvider",)))

@@ -120,6 +120,8 @@ def test_large_tensors_are_cut_and_small_ones_joined(monkeypatch):
     covered = {(part.param, i) for p in found for part in p.parts for i in range(part.start, part.stop)}
     assert covered == {(k, i) for k, n in enumerate(sizes) for i in range(n)}
     assert [len(p.parts) for p in pieces_of(sizes, groups, elementwise=False)] == [1] * 5
+    larger = pieces_of(sizes, groups, elementwise=True, chunk=1000)
+    assert sorted(len(p) for p in larger) == [7, 24, 30, 250]
 
 
 def test_however_tensors_lie_in_memory():

@@ -79,6 +79,11 @@ def diagnose() -> Iterator[Finding]:
 
 
 def _providers(found: OnnxRuntime) -> Iterator[Finding]:
+    # ONNX Runtime's CUDA provider finds its libraries when torch has loaded them
+    import torch
+
+    from lightning_ort.runtime.cuda import why_not_started
+
     for name in found.providers:
         reason = _starts(name)
         if reason is None:
@@ -86,8 +91,9 @@ def _providers(found: OnnxRuntime) -> Iterator[Finding]:
         elif name == "CPUExecutionProvider":
             yield Finding("problem", f"{name} does not work: {reason}", (_afresh(found),))
         else:
-            yield Finding("note", f"{name} is built in, but does not start here: {reason}")
-    import torch
+            known = why_not_started(name)
+            text = f"{name} is built in, but does not start here: {reason}"
+            yield Finding("note", f"{text}; {known}" if known else text)
 
     if torch.cuda.is_available() and "CUDAExecutionProvider" not in found.providers:
         name = found.distribution or "onnxruntime"
@@ -116,7 +122,9 @@ def _starts(provider: str) -> str | None:
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
-        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=[provider])
+        session = onnxruntime.InferenceSession(
+            model.SerializeToString(), options, providers=[provider], enable_fallback=0
+        )
         if provider not in session.get_providers():
             return "the session runs on " + ", ".join(session.get_providers())
         (got,) = session.run(None, {"x": np.ones(1, np.float32)})

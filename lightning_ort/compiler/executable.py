@@ -100,6 +100,11 @@ class Executable:
         """Operators that run in torch for speed, one entry per call."""
         return self.plan.preferred
 
+    @property
+    def on_cpu(self) -> list[str]:
+        """Types of the ONNX operators that the CPU executes in a graph for a GPU, one entry per node."""
+        return self.plan.on_cpu
+
     def run(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
         """All results for the inputs (and tangents) of one run."""
         draws = self._draw(inputs) if self.has_draws else ()

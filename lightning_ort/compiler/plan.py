@@ -55,6 +55,7 @@ class Plan:
     Attributes:
         fallbacks: what runs in torch because it has to, and why.
         preferred: operators that run in torch because they are faster there, one entry per call.
+        on_cpu: types of the ONNX operators that the CPU executes in a plan for a GPU, one entry per node.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Plan:
         self._config, self._device = config, device
         self._sizes = Sizes(self._inputs)
         self._reasons: dict[fx.Node, str] = {}
+        self.on_cpu: list[str] = []
         self._faster = faster_in_torch(module.graph, config, device)
         self._place()
         self.preferred = [str(n.target) for n in self._faster]
@@ -92,7 +94,7 @@ class Plan:
     # -- compilation ----------------------------------------------------------------------------------------------
 
     def _compile(self, segments: list[Segment]) -> list[Callable[[list[Any]], None]]:
-        inputs = len(self._inputs)
+        inputs, self.on_cpu = len(self._inputs), []
         # a result that is an input as it stands is copied: it is read from one slot and written to another
         writes: dict[fx.Node, Slot] = {n: inputs + i for i, n in enumerate(self._outputs)}
         for segment in segments:
@@ -203,6 +205,7 @@ class Plan:
             if node is None:
                 raise
             raise _Rejected(_owner(node), _first_line(str(error))) from error
+        self.on_cpu += session.on_cpu or ()
         return session, inputs
 
     def run(self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +18,13 @@ __all__ = ["FusedAdam"]
 
 
 class FusedAdam:
-    """Does on the CPU what an :class:`~lightning_ort.updates.Update` by the rule :class:`Adam` does, in one pass.
+    """Does in one pass what an :class:`~lightning_ort.updates.Update` by the rule :class:`Adam` does.
 
     ONNX Runtime has no kernel that reads a gradient and writes all that depends on it; its operators pass over the
     memory a dozen times, which takes three to five times as long.
 
     Args:
-        params: contiguous tensors of float32 or float64.
+        params: contiguous tensors of float32 or float64, all on the CPU or all on one GPU.
         states: per parameter its two moments.
         groups: per parameter the number of its group.
         clip: clip by the norm of all gradients.
@@ -42,8 +44,8 @@ class FusedAdam:
         self._members = [[i for i, g in enumerate(groups) if g == group] for group in range(max(groups) + 1)]
         self._params = [[params[i] for i in members] for members in self._members]
         self._moments = [[[states[i][k] for i in members] for members in self._members] for k in (0, 1)]
-        self._counts = [torch.ones((), dtype=torch.float32) for _ in self._members]
-        self._count_arrays = [count.numpy() for count in self._counts]  # written much sooner
+        counts = [torch.ones((), dtype=torch.float32, device=params[0].device) for _ in self._members]
+        self._counts, self._set_count = counts, [_setter(count) for count in counts]
         self._numbers: list[Sequence[float]] = [()] * len(self._members)
 
     @staticmethod
@@ -54,7 +56,8 @@ class FusedAdam:
             and isinstance(rule, Adam)
             and rule.decay != "after"
             and not rule.amsgrad
-            and all(p.device.type == "cpu" and p.is_contiguous() for p in params)
+            and len({p.device for p in params}) == 1
+            and all(p.device.type in ("cpu", "cuda") and p.is_contiguous() for p in params)
             and all(p.dtype in (torch.float32, torch.float64) for p in params)
         )
 
@@ -85,7 +88,7 @@ class FusedAdam:
     def set_coefficients(self, group: int, numbers: Sequence[float]) -> None:
         """The settings of a group, from :meth:`numbers`."""
         self._numbers[group] = numbers
-        self._count_arrays[group][()] = numbers[5]
+        self._set_count[group](numbers[5])
 
     @torch.no_grad()
     def run(self, gradients: Sequence[Tensor], *, scale: float = 1.0, limits: Sequence[float] | None = None) -> bool:
@@ -109,11 +112,11 @@ class FusedAdam:
         clipped or guarded, and no parameter may require a gradient.
         """
         groups = [self._operands(g, [gradients[i] for i in members], 1.0) for g, members in enumerate(self._members)]
-        operands, counts = [tensors for tensors, _ in groups], self._count_arrays
+        operands, setters = [tensors for tensors, _ in groups], self._set_count
 
         def update(numbers: Sequence[float]) -> None:
-            for count in counts:
-                count[()] = numbers[5]
+            for set_count in setters:
+                set_count(numbers[5])
             for tensors in operands:
                 _update(tensors, None, numbers)
 
@@ -125,11 +128,16 @@ class FusedAdam:
         contiguous = [g if g.is_contiguous() else g.contiguous() for g in gradients]
         divisor = None
         if factor != 1.0 and params[0].dtype == torch.float32:
-            divisor = torch.tensor(1.0 / factor, dtype=torch.float32)
+            divisor = torch.full((), 1.0 / factor, dtype=torch.float32, device=params[0].device)
         elif factor != 1.0:  # the kernel takes a float32
             contiguous = [g * factor for g in contiguous]
         counts = [self._counts[group]] * len(params)
         return [params, contiguous, self._moments[0][group], self._moments[1][group], [], counts], divisor
+
+
+def _setter(count: Tensor) -> Callable[[float], Any]:
+    # through numpy it is written much sooner
+    return count.fill_ if count.device.type != "cpu" else functools.partial(count.numpy().__setitem__, ())
 
 
 def _update(tensors: list[list[Tensor]], divisor: Tensor | None, numbers: Sequence[float]) -> None:

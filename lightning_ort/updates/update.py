@@ -14,7 +14,7 @@ from lightning_ort.runtime.session import OrtSession, RuntimeConfig
 from lightning_ort.updates.graph import Slot, UpdateGraph
 from lightning_ort.updates.inplace import may_overwrite
 from lightning_ort.updates.memory import Spans, flat, memory_order
-from lightning_ort.updates.pieces import Part, pieces_of
+from lightning_ort.updates.pieces import CHUNK_ON_GPU, Part, pieces_of
 from lightning_ort.updates.rule import Rule
 
 __all__ = ["Update"]
@@ -59,7 +59,8 @@ class Update:
         _check(self._params)
         dtypes = {g: p.dtype for g, p in zip(groups, params, strict=True)}
         ordered = [dtypes.get(g, torch.float32) for g in range(max(groups) + 1)]
-        pieces = pieces_of([p.numel() for p in params], groups, elementwise=rule.elementwise)
+        chunk = CHUNK_ON_GPU if self._device.type == "cuda" else None
+        pieces = pieces_of([p.numel() for p in params], groups, elementwise=rule.elementwise, chunk=chunk)
         graph = UpdateGraph(rule, pieces, ordered, clip=clip, guard=guard)
         self.model: ir.Model = graph.model
         self.coefficients = [torch.zeros(len(rule.coefficients), dtype=dtype, device=self._device) for dtype in ordered]

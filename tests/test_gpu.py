@@ -1,0 +1,282 @@
+"""All that has to run on a GPU to be believed: ``make test-gpu``. Skipped where there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+
+import modules
+import networks
+import onnxruntime
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from modules import curve, images, sentences, table
+from orttrainer_models import ADAM, LAMB, SGD, batches, trainer
+from parity import (
+    MemoryLogger,
+    assert_fit_parity,
+    assert_in_ort,
+    assert_same_outcome,
+    assert_same_state,
+    fit,
+    state_of,
+    step_report,
+)
+from test_coverage_layers import BATCH, LAYERS, scalar
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lightning_ort import ORTStrategy
+from lightning_ort.cli import doctor
+from lightning_ort.compiler import ORTBackend
+from lightning_ort.runtime.session import OrtSession, RuntimeConfig
+
+there = torch.cuda.is_available() and "CUDAExecutionProvider" in onnxruntime.get_available_providers()
+if os.environ.get("LIGHTNING_ORT_TEST_GPU") and not there:
+    raise RuntimeError(
+        f"LIGHTNING_ORT_TEST_GPU asks for the tests on a GPU, but torch {torch.__version__} sees "
+        f"{torch.cuda.device_count()} of them, and ONNX Runtime has {onnxruntime.get_available_providers()}."
+    )
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not there, reason="needs a GPU that torch and ONNX Runtime reach")]
+
+ON_GPU = {"accelerator": "cuda", "devices": 1}
+# those whose dropout torch draws in kernels of its own, for which no graph can follow it
+DROPOUT = ("attention, dropout", "lstm", "encoder layer", "encoder layer, norm first")
+
+
+def test_the_provider_starts():
+    findings = [f.text for f in doctor.diagnose()]
+    assert "CUDAExecutionProvider works" in findings
+
+
+@pytest.mark.parametrize("network", ["Classifier", "Regressor", "ConvNet", "TextClassifier"])
+def test_fit_as_under_auto(network):
+    loader = {"Classifier": table, "Regressor": curve, "ConvNet": images, "TextClassifier": sentences}[network]
+    make = getattr(modules, network)
+    make = (lambda: modules.Classifier(dropout=0.3)) if network == "Classifier" else make
+    _, ours = assert_fit_parity(make, loader, lambda: loader(48, seed=1) if loader is not sentences else loader(16),
+                                tolerance=1e-3, **ON_GPU)  # fmt: skip
+    assert ours.trainer.strategy.root_device.type == "cuda"
+    assert all(p.device.type == "cuda" for p in ours.module.parameters())
+
+
+@pytest.mark.parametrize("network", [networks.MLP, networks.ConvNet, networks.GPT])
+def test_networks(network):
+    eager, ours = (
+        fit(network, lambda: networks.examples(network), strategy=s, max_steps=10, **ON_GPU) for s in ("auto", "ort")
+    )
+    assert_same_state(state_of(eager.module), state_of(ours.module), 1e-2)
+    assert_in_ort(ours.trainer)
+    assert not step_report(ours.trainer, "training_step").on_cpu
+
+
+ALLOWED = {"64-true": 1e-9, "16-mixed": 2e-2, "bf16-mixed": 6e-2, "16-true": 5e-2, "bf16-true": 2e-1}
+"""by which losses may be off, which start at 1.5: in 16 bits, single weights are as much noise as number"""
+
+
+@pytest.mark.parametrize(("precision", "allowed"), ALLOWED.items(), ids=ALLOWED)
+@pytest.mark.parametrize("network", ["Classifier", "ConvNet"])
+def test_precision(network, precision, allowed):
+    losses = []
+    for strategy in ("auto", "ort"):
+        flags = {"precision": precision, "max_steps": 10, "logger": MemoryLogger, **ON_GPU}
+        loader = images if network == "ConvNet" else table
+        run = fit(getattr(modules, network), loader, strategy=strategy, **flags)
+        losses.append([row["train_loss"] for _, row in run.trainer.logger.rows if "train_loss" in row])
+    assert len(losses[0]) == 10
+    assert losses[1] == pytest.approx(losses[0], abs=allowed)
+    assert_in_ort(run.trainer)
+    if network == "ConvNet" and precision in ("16-mixed", "bf16-mixed"):
+        assert step_report(run.trainer, "training_step").preferred
+
+
+@contextlib.contextmanager
+def drawing_as_a_graph():
+    before = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = False
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.cudnn.enabled = before
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@torch._dynamo.config.patch(allow_rnn=True)
+def test_layers(name):
+    make, shape = LAYERS[name]
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        ours = make()
+        x = torch.randn(BATCH, *shape)
+    eager = copy.deepcopy(ours)
+    fallbacks: list = []
+    step = torch.compile(lambda x: scalar(ours(x)), backend=ORTBackend(on_fallback=fallbacks.extend))
+    results = []
+    for module, function in ((ours, step), (eager, lambda x: scalar(eager(x)))):
+        torch.manual_seed(1)
+        leaf = x.clone().requires_grad_()
+        with drawing_as_a_graph() if name in DROPOUT and module is eager else contextlib.nullcontext():
+            with torch.device("cuda"):
+                loss = function(leaf)
+            loss.backward()
+        tensors = {n: p.grad for n, p in module.named_parameters()} | dict(module.named_buffers())
+        results.append(tensors | {"loss": loss.detach(), "input": leaf.grad})
+    got, wanted = results
+    scale = max(t.abs().max() for t in wanted.values() if t is not None and t.is_floating_point())
+    for key, tensor in wanted.items():
+        assert (got[key] is None) == (tensor is None), key
+        if tensor is not None:
+            # torch's convolutions round to TF32 by default
+            assert (got[key] - tensor).abs().max() <= 2e-3 * tensor.abs().max() + 1e-4 * scale, key
+    assert not fallbacks
+
+
+def test_runs_stay_in_order_with_torch_on_any_stream_without_the_host_waiting():
+    """Long work before each run and reads right after it: whoever does not wait computes with old numbers."""
+    torch.manual_seed(0)
+    layer = nn.Linear(1024, 1024).cuda()
+    step = torch.compile(lambda x: layer(x).tanh().mean(0).sum(), backend=ORTBackend())
+    eager = copy.deepcopy(layer)
+    other = torch.cuda.Stream()
+    big = torch.randn(4096, 4096, device="cuda") / 64
+    step(torch.randn(256, 1024, device="cuda", requires_grad=True)).backward()
+    torch.cuda.synchronize()
+    for number in range(40):
+        with torch.cuda.stream(other if number % 2 else torch.cuda.default_stream()):
+            work = big
+            for _ in range(8):
+                work = work @ big
+            x = work[:256, :1024].clone().requires_grad_()
+            layer.weight.grad = eager.weight.grad = None
+            got, wanted = step(x), eager(x).tanh().mean(0).sum()
+            got.backward(), wanted.backward()
+            difference = (layer.weight.grad - eager.weight.grad).abs().max()
+            allowed = 1e-4 * eager.weight.grad.abs().max() + 1e-7
+            assert difference <= allowed, number
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-3)
+        torch.cuda.synchronize()
+
+
+def test_a_run_returns_before_it_is_done():
+    sessions: list[OrtSession] = []
+    config = RuntimeConfig(on_session=lambda session, model: sessions.append(session))
+    layer = nn.Sequential(*[nn.Linear(4096, 4096) for _ in range(8)]).cuda()
+    step = torch.compile(lambda x: layer(x).square().mean(), backend=ORTBackend(config))
+    x = torch.randn(4096, 4096, device="cuda")
+    step(x), step(x)
+    torch.cuda.synchronize()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    step(x)
+    end.record()
+    pending = not end.query()
+    torch.cuda.synchronize()
+
+    assert all(s.on_cpu in ((), None) for s in sessions)
+    assert pending or sessions[0].on_cpu is None, f"the host waited {start.elapsed_time(end):.1f} ms"
+
+
+def test_tensors_of_the_cpu_take_part():
+    weights = torch.rand(8)
+
+    def step(x, factor):
+        return (x * factor * torch.tensor(0.5) + weights.to(x.device)).sum(), x.detach().cpu().max()
+
+    x = torch.randn(4, 8, device="cuda", requires_grad=True)
+    fallbacks: list = []
+    compiled = torch.compile(step, backend=ORTBackend(on_fallback=fallbacks.extend))
+    for factor in (2.0, 3.0, 4.0):
+        for got, wanted in zip(compiled(x, factor), step(x, factor), strict=True):
+            assert got.device == wanted.device
+            torch.testing.assert_close(got, wanted)
+    assert not fallbacks
+
+
+def test_attention_with_dropout_trains_and_draws_by_seed():
+    losses = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        torch._dynamo.reset()
+        layer = nn.MultiheadAttention(16, 2, dropout=0.3, batch_first=True).cuda()
+        step = torch.compile(
+            lambda x, layer=layer: layer(x, x, x, need_weights=False)[0].square().mean(), backend=ORTBackend()
+        )
+        x = torch.randn(4, 6, 16, device="cuda")
+        found = [step(x) for _ in range(3)]
+        losses.append(torch.stack(found).tolist())
+    assert losses[0] == losses[1]
+    assert len(set(losses[0])) == 3
+
+
+@pytest.mark.parametrize("optimizer", ["ort", "torch"])
+def test_updates(optimizer):
+    eager = fit(modules.Regressor, curve, strategy="auto", max_steps=20, **ON_GPU)
+    ours = fit(modules.Regressor, curve, strategy=ORTStrategy(optimizer=optimizer), max_steps=20, **ON_GPU)
+    assert_same_state(state_of(eager.module), state_of(ours.module), 1e-3)
+    assert any(r.in_ort for r in ours.trainer.strategy.report().optimizers) == (optimizer == "ort")
+
+
+@pytest.mark.parametrize("placement", ["fastest", "onnxruntime"])
+@pytest.mark.parametrize("config", [ADAM(lr=0.01), LAMB(lr=0.01), SGD(lr=0.1)], ids=["adam", "lamb", "sgd"])
+@pytest.mark.parametrize("name", ["mlp", "encoder"])
+def test_orttrainer_as_on_the_cpu(name, config, placement):
+    results = []
+    for device in ("cpu", "cuda"):
+        found = trainer(config, name, device={"id": device}, placement=placement)
+        losses = [float(found.train_step(*batch)[0]) for batch in batches(name, 6)]
+        results.append((losses, found.state_dict()))
+    (losses, state), (others, other_state) = results
+    assert others == pytest.approx(losses, rel=1e-4)
+    for key, value in state["model"]["full_precision"].items():
+        assert abs(value - other_state["model"]["full_precision"][key]).max() <= 1e-3 * abs(value).max() + 1e-6, key
+
+
+def test_checkpoints_go_to_the_cpu_and_back(tmp_path):
+    def run(accelerator, epochs, name, path=None):
+        callback = ModelCheckpoint(tmp_path / name, filename="{epoch}", save_top_k=-1)
+        flags = {"accelerator": accelerator, "devices": 1, "enable_checkpointing": True, "callbacks": [callback]}
+        return fit(modules.Regressor, curve, max_epochs=epochs, ckpt_path=path, **flags)
+
+    run("cuda", 1, "first")
+    whole = run("cpu", 3, "whole")
+    there = run("cpu", 2, "second", tmp_path / "first" / "epoch=0.ckpt")
+    back = run("cuda", 3, "third", tmp_path / "second" / "epoch=1.ckpt")
+
+    assert there.trainer.global_step == 12
+    assert next(back.module.parameters()).device.type == "cuda"
+    moved = {name: tensor.cpu() for name, tensor in state_of(back.module).items()}
+    assert_same_state(state_of(whole.module), moved, 1e-3)
+
+
+def test_a_file_of_orttrainer_goes_to_the_cpu(tmp_path):
+    data = batches(count=6)
+    found = trainer(device={"id": "cuda"})
+    for batch in data[:3]:
+        found.train_step(*batch)
+    found.save_checkpoint(str(tmp_path / "x.h5"))
+    other = trainer()
+    other.load_checkpoint(str(tmp_path / "x.h5"))
+    for batch in data[3:]:
+        assert float(other.train_step(*batch)[0]) == pytest.approx(float(found.train_step(*batch)[0]), rel=1e-4)
+
+
+def test_export(tmp_path):
+    run = fit(modules.ConvNet, images, max_steps=3, **ON_GPU)
+    run.trainer.strategy.export(tmp_path / "x.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "x.onnx", providers=["CPUExecutionProvider"])
+    x = next(iter(images()))[0]
+    (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    with torch.no_grad():
+        wanted = run.module.cpu().eval()(x)
+    torch.testing.assert_close(torch.from_numpy(got), wanted, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_second_gpu():
+    flags = {"accelerator": "cuda", "devices": [1], "max_steps": 6}
+    runs = [fit(modules.Regressor, curve, strategy=s, **flags) for s in ("auto", "ort")]
+    assert runs[1].trainer.strategy.root_device == torch.device("cuda", 1)
+    assert_same_outcome(*runs, 1e-3)
