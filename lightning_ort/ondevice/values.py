@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_ort.onnx_gradients.inputs import InputInfo
+from lightning_ort.runtime.ort_values import owning
 
 __all__ = ["checked", "given_back"]
 
@@ -76,7 +77,7 @@ def given_back(results: Sequence[Tensor], inputs: Sequence[Any]) -> Any:
     """One result, or a tuple: OrtValues if all inputs are OrtValues, tensors if all are tensors, else numpy arrays."""
     found: list[Any]
     if inputs and all(isinstance(x, onnxruntime.OrtValue) for x in inputs):
-        found = [onnxruntime.OrtValue.ortvalue_from_numpy(r.numpy()) for r in results]
+        found = [owning(r.numpy()) for r in results]
     elif inputs and all(isinstance(x, Tensor) for x in inputs):
         found = list(results)
     else:

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
+from lightning_ort.runtime.ort_values import owning
+
 __all__ = ["TrainingBinding"]
 
 
@@ -77,7 +79,7 @@ class TrainingBinding(onnxruntime.IOBinding):
                 target.update_inplace(array)
                 self.results.append(target)
             else:
-                self.results.append(onnxruntime.OrtValue.ortvalue_from_numpy(array))
+                self.results.append(owning(array))
 
     def synchronize_inputs(self) -> None:
         """Nothing to wait for on the CPU."""

@@ -26,6 +26,7 @@ from lightning_ort.onnx_training.session_info import SessionInfo
 from lightning_ort.onnx_training.session_state import SessionState
 from lightning_ort.onnx_training.signature import signature_session
 from lightning_ort.onnx_training.weights import trained_weights
+from lightning_ort.runtime.ort_values import owning
 from lightning_ort.runtime.session import RuntimeConfig
 
 __all__ = ["TrainingSession"]
@@ -226,7 +227,7 @@ class TrainingSession(SessionInfo, SessionState):
     ) -> list[onnxruntime.OrtValue]:
         """:meth:`run` with OrtValues in and out."""
         results = self.run(output_names, input_dict_ort_values, run_options)
-        return [onnxruntime.OrtValue.ortvalue_from_numpy(r) for r in results]
+        return [owning(r) for r in results]
 
     def io_binding(self) -> TrainingBinding:
         """A binding for :meth:`run_with_iobinding`."""
