@@ -15,8 +15,10 @@ from lightning_ort.errors import (
     CheckpointError,
     CompilationError,
     ExportError,
+    IndexOutOfRangeError,
     MismatchError,
     ProviderError,
+    RefusedValueError,
     UnsupportedError,
 )
 from lightning_ort.precision import ORTPrecision
@@ -39,6 +41,7 @@ __all__ = [
     "ExportError",
     "ExportedModel",
     "GradientGraphBuilder",
+    "IndexOutOfRangeError",
     "MismatchError",
     "ORTAccelerator",
     "ORTArtifacts",
@@ -49,6 +52,7 @@ __all__ = [
     "ORTTrainer",
     "ORTTrainerOptions",
     "ProviderError",
+    "RefusedValueError",
     "Report",
     "StepReport",
     "TrainStepInfo",

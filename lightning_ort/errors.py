@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-__all__ = ["CheckpointError", "CompilationError", "ExportError", "MismatchError", "ProviderError", "UnsupportedError"]
+__all__ = [
+    "CheckpointError",
+    "CompilationError",
+    "ExportError",
+    "IndexOutOfRangeError",
+    "MismatchError",
+    "ProviderError",
+    "RefusedValueError",
+    "UnsupportedError",
+]
 
 
 class CheckpointError(ValueError):
@@ -27,3 +36,17 @@ class ExportError(RuntimeError):
 
 class ProviderError(ValueError):
     """A requested execution provider is missing from this ONNX Runtime, or the session did not get it."""
+
+
+class RefusedValueError(RuntimeError):
+    """A step met values that one of its operators refuses, as torch's does; nothing was updated.
+
+    ``__cause__`` is the error of ONNX Runtime.
+    """
+
+
+class IndexOutOfRangeError(RefusedValueError, IndexError):
+    """An index or a class label is out of range; nothing was updated.
+
+    Eager raises ``IndexError`` or ``RuntimeError`` for it, depending on the operator: this is both.
+    """

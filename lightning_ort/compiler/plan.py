@@ -199,6 +199,7 @@ class Plan:
                 same_shapes=all(
                     isinstance(d, int) for n in [*inputs, *segment.outputs] for t in _tensors(n) for d in t.shape
                 ),
+                places={name: _place(by_name[name], accepted) for name, accepted in builder.accepted.items()},
             )
         except Exception as error:
             node = _blamed(str(error), by_name)
@@ -251,6 +252,12 @@ def _resolve(module: torch.nn.Module, path: Any) -> Any:
     for part in str(path).split("."):
         module = getattr(module, part)
     return module
+
+
+def _place(node: fx.Node, accepted: str) -> str:
+    """Operator and line of the user's, for errors about values."""
+    line = source_line(node)
+    return f"{node.target}{accepted and f', which takes {accepted}'}{line and f' ({line})'}"
 
 
 def _tensors(node: fx.Node) -> list[torch.Tensor]:

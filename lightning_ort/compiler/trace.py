@@ -262,7 +262,9 @@ def _draws_as_inputs(graph: fx.Graph) -> list[fx.Node]:
     ``meta["divisor"]`` is a number by which the drawn tensor is divided, or ``None``.
     """
     draws: list[fx.Node] = []
-    last = [n for n in graph.nodes if n.op == "placeholder"][-1] if graph.nodes else None
+    last: fx.Node | None = None
+    for node in graph.find_nodes(op="placeholder"):
+        last = node
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
@@ -270,8 +272,8 @@ def _draws_as_inputs(graph: fx.Graph) -> list[fx.Node]:
             continue
         if node.target not in DRAWS:
             raise Untraceable(f"random operator {node.target} cannot be drawn ahead of the step")
-        assert last is not None
-        with graph.inserting_after(last):
+        # a region may have no inputs
+        with graph.inserting_after(last) if last is not None else graph.inserting_before(next(iter(graph.nodes))):
             placeholder = graph.placeholder(f"draw_{len(draws)}")
         placeholder.meta["val"] = node.meta["val"]
         placeholder.meta["draw"] = (node.target, layout_of(node), node.args, node.kwargs)

@@ -17,6 +17,7 @@ from lightning_ort.ondevice.inference import save_inference_model
 from lightning_ort.ondevice.memory import Packed
 from lightning_ort.ondevice.step import Step
 from lightning_ort.ondevice.values import as_tensor, checked, given_back
+from lightning_ort.runtime.ort_values import owning
 from lightning_ort.runtime.session import RuntimeConfig
 
 __all__ = ["Module"]
@@ -92,12 +93,18 @@ class Module:
         Raises:
             ValueError, TypeError: the inputs do not fit; nothing has been changed then.
             RuntimeError: an evaluation without an evaluation graph.
+            RefusedValueError: an operator does not take these values. Parameters and running statistics have not been
+                changed, nor gradients to which these were to be added; others are gone.
         """
         training = self.training
         step = self._train if training else self._step()
         if not (training and self._accumulates):
             # Python takes as long as ONNX Runtime for a network of a thousand parameters, hence this way around it
-            again = step.again(user_inputs)
+            try:
+                again = step.again(user_inputs)
+            except BaseException:
+                self._failed(training)
+                raise
             if again is not None:
                 self._accumulates = self._accumulates or training
                 return again
@@ -115,17 +122,31 @@ class Module:
 
     def _accumulated(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         if not self._accumulates:
-            results = self._train(inputs)
+            try:
+                results = self._train(inputs)
+            except BaseException:
+                self._failed(training=True)
+                raise
         else:
             if self._scratch is None:
                 self._scratch = Packed(self.gradients.views)
             for dtype, flat in self.gradients.flat.items():
                 self._scratch.flat[dtype].copy_(flat)
-            results = self._train(inputs)
+            try:
+                results = self._train(inputs)
+            except BaseException:
+                for dtype, flat in self.gradients.flat.items():
+                    flat.copy_(self._scratch.flat[dtype])
+                raise
             for dtype, flat in self.gradients.flat.items():
                 flat.add_(self._scratch.flat[dtype])
         self._computed()
         return results
+
+    def _failed(self, training: bool) -> None:
+        """A step did that would have replaced the gradients: what is there are neither the old nor the new ones."""
+        if training:
+            self.state.gradients = {}
 
     def _computed(self) -> None:
         """There are gradients now."""
@@ -180,7 +201,7 @@ class Module:
         self._require_values()
         tensors = self._in_order(trainable_only)
         tensors = [t.to(tensors[0].dtype).reshape(-1) for t in tensors]
-        return onnxruntime.OrtValue.ortvalue_from_numpy(torch.cat(tensors).numpy())
+        return owning(torch.cat(tensors).numpy())
 
     def get_parameters_size(self, trainable_only: bool = True) -> int:
         """Number of elements of all parameters, by default of those that are trained."""

@@ -97,7 +97,11 @@ class Step:
             if type(x) is not ndarray or x.dtype is not dtype or x.shape != shape:
                 return None
             target[...] = x  # what is staged for a step that is not made does no harm
-        self._run_again()
+        try:
+            self._run_again()
+        except Exception as error:
+            self._last = None  # there is no result to be followed by another of the same form
+            self._session.explain(error)
         if self._new:
             for name, value in self._new.items():
                 self._tensors[name].copy_(value)
@@ -109,12 +113,16 @@ class Step:
             if staged is not None:
                 staged.copy_(x)
         if plan is self._last and plan.fixed:
-            self._run_again()
+            try:
+                self._run_again()
+            except Exception as error:
+                self._session.explain(error)
             return [t.clone() for t in plan.results]
         given = [x if s is None else s for s, x in zip(plan.staged, inputs, strict=True)]
         results = [t if kept else torch.empty_like(t) for t, kept in zip(plan.results, plan.kept, strict=True)]
         reads = [given[k] if isinstance(k, int) else k for k in plan.reads]
         writes = [results[k] if isinstance(k, int) else k for k in plan.writes]
+        self._last = None  # also if this fails: it binds what the last plan had bound
         self._session.run(reads, writes)
         self._last, self._run_again = plan, self._session.repeat()
         return [t.clone() if kept else t for t, kept in zip(results, plan.kept, strict=True)]

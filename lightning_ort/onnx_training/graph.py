@@ -15,6 +15,7 @@ from lightning_ort.onnx_gradients.joint import GRAD, trace_joint
 from lightning_ort.onnx_gradients.writing import written
 from lightning_ort.onnx_reader import OnnxModule
 from lightning_ort.runtime.providers import choose_providers
+from lightning_ort.runtime.refusals import refusal
 from lightning_ort.runtime.session import RuntimeConfig
 
 __all__ = ["TrainingGraph"]
@@ -63,9 +64,20 @@ class TrainingGraph:
         self._loss_grad, self._loss_type = f"{loss}{GRAD}", joint.results[loss].meta["val"]
 
     def __call__(self, feed: Mapping[str, torch.Tensor], scale: float) -> dict[str, np.ndarray]:
-        """Results by name; gradients are those of ``scale`` times the loss."""
+        """Results by name; gradients are those of ``scale`` times the loss.
+
+        Raises:
+            RefusedValueError: a node does not take the values that it was given.
+        """
         arrays = {n: t.numpy() for n, t in [*feed.items(), *self._tensors.items()]}
         if self._trains:
             like = self._loss_type
             arrays[self._loss_grad] = torch.full(like.shape, scale, dtype=like.dtype, device="cpu").numpy()
-        return dict(zip(self._names, self.session.run(None, arrays), strict=True))
+        try:
+            results = self.session.run(None, arrays)
+        except Exception as error:
+            refused = refusal(error, {})
+            if refused is None:
+                raise
+            raise refused from error
+        return dict(zip(self._names, results, strict=True))

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import onnxruntime
@@ -17,6 +17,7 @@ from lightning_ort.runtime.bfloat16 import bind_bfloat16, options_for_bfloat16
 from lightning_ort.runtime.cuda import CUDA, Queue, why_not_started
 from lightning_ort.runtime.dtypes import NUMPY
 from lightning_ort.runtime.providers import choose_providers
+from lightning_ort.runtime.refusals import refusal
 
 __all__ = ["OrtSession", "Placement", "RuntimeConfig"]
 
@@ -121,6 +122,7 @@ class OrtSession:
         small: the graph is too little work for a second thread.
         repeats: the graph computes values twice on purpose.
         same_shapes: the caller passes tensors of the same shapes at each run.
+        places: descriptions of nodes for errors about values, see :func:`~lightning_ort.runtime.refusals.refusal`.
 
     Raises:
         ProviderError: the session did not get a provider that was asked for.
@@ -141,6 +143,7 @@ class OrtSession:
         small: bool = False,
         repeats: bool = False,
         same_shapes: bool = False,
+        places: Mapping[str, str] | None = None,
     ) -> None:
         wanted = choose_providers(device, config.providers, config.provider_options)
         disabled = _NEVER + (_NOT_FOR_DOUBLES if double else []) + (_WOULD_KEEP if repeats else [])
@@ -165,13 +168,19 @@ class OrtSession:
         self._inputs = [i.name for i in self._session.get_inputs()]
         self._outputs = [o.name for o in self._session.get_outputs()]
         self._place: Callable[[torch.Tensor], Any] = torch.Tensor.data_ptr if same_shapes else _address_and_shape
+        self._places = places or {}
         self._bindings: dict[int, _Binding] = {}
         self._latest: _Binding | None = None
         if config.on_session is not None:
             config.on_session(self, model)
 
     def run(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        """Compute ``outputs`` from ``inputs``, both in the order of the graph; outputs must be contiguous."""
+        """Compute ``outputs`` from ``inputs``, both in the order of the graph; outputs must be contiguous.
+
+        Raises:
+            RefusedValueError: an operator does not take the values that it was given.
+            onnxruntime errors: anything else.
+        """
         last = outputs[-1].data_ptr()
         binding = self._bindings.get(last)
         if binding is None:
@@ -217,18 +226,31 @@ class OrtSession:
 
     def _execute(self, io: onnxruntime.IOBinding, *, waiting: bool) -> None:
         """Run; ``waiting`` for a GPU until it is done, because memory of the host takes part."""
-        if self._queue is None:
-            self._session.run_with_iobinding(io, self._waiting)
-            return
-        with self._queue.in_order():
-            self._session.run_with_iobinding(io, self._waiting if waiting else self._at_once)
+        try:
+            if self._queue is None:
+                self._session.run_with_iobinding(io, self._waiting)
+                return
+            with self._queue.in_order():
+                self._session.run_with_iobinding(io, self._waiting if waiting else self._at_once)
+        except Exception as error:
+            self.explain(error)
 
     def repeat(self) -> Callable[[], None]:
-        """:meth:`run_again` as a function, for callers in whose loop each call counts; void after another run."""
+        """:meth:`run_again` as a function, for callers in whose loop each call counts; void after another run.
+
+        What it raises is for :meth:`explain`.
+        """
         assert self._latest is not None
         if self._queue is None:
             return functools.partial(self._session.run_with_iobinding, self._latest.io, self._waiting)
         return self.run_again
+
+    def explain(self, error: Exception) -> NoReturn:
+        """Raise what ONNX Runtime raised, as a RefusedValueError if it is about values."""
+        refused = refusal(error, self._places)
+        if refused is None:
+            raise error
+        raise refused from error
 
     @property
     def has_run(self) -> bool:

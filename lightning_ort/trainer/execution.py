@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.plan import Fallback
-from lightning_ort.errors import CompilationError
+from lightning_ort.errors import CompilationError, RefusedValueError
 from lightning_ort.runtime.session import RuntimeConfig
 from lightning_ort.trainer.arguments import gather, summary
 from lightning_ort.trainer.description import Description
@@ -84,9 +84,12 @@ class Execution:
             if isinstance(error, CompilationError) or not _is_execution_error(error):
                 raise
             reason = self._step.explain(inputs, training=training) or str(error)
-            kind = IndexError if isinstance(error, IndexError) else RuntimeError
+            kind: type[Exception] = IndexError if isinstance(error, IndexError) else RuntimeError
+            if isinstance(error, RefusedValueError):
+                kind = type(error)
             name = "train_step" if training else "eval_step"
-            raise kind(f"{name} failed: {reason.strip()}{summary(self._description, inputs, reason)}") from error
+            reason = reason.strip() + ("" if reason.rstrip().endswith(".") else ".")
+            raise kind(f"{name} failed: {reason}{summary(self._description, inputs, reason)}") from error
 
     def done(self, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         """After a step: warn the caller's caller of what runs in torch, and note types and sizes of the first one."""

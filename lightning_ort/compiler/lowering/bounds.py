@@ -11,12 +11,9 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.lowering.builder import GraphBuilder
+from lightning_ort.runtime.refusals import CIRCLE
 
 aten = torch.ops.aten
-
-_CIRCLE = 5 << 60
-"""Remainders of it are positions for what is one, and beyond any end for -1 and its like, for both ends of int64 (what
-becomes of infinity and of NaN), and for those of smaller types."""
 
 _SOURCES = {
     aten.argmax.default,
@@ -63,7 +60,7 @@ def positions(g: GraphBuilder, index: fx.Node, size: Any) -> ir.Value:
 def unwrapped(g: GraphBuilder, index: ir.Value) -> ir.Value:
     """int64 positions with very large ones in the place of negative ones; for values that have no fx node."""
     # a remainder is not negative; a comparison and a choice take four times as long for a few labels
-    return g.op("Mod", index, g.constant(_CIRCLE, torch.int64))
+    return g.op("Mod", index, g.constant(CIRCLE, torch.int64))
 
 
 def wrapping_positions(g: GraphBuilder, indices: Sequence[fx.Node], sizes: Sequence[Any]) -> list[ir.Value]:

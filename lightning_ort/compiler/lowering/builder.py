@@ -18,6 +18,7 @@ __all__ = ["IR_VERSION", "OPSET", "Dim", "GraphBuilder", "dtype_of", "rank_of", 
 OPSET = 20
 IR_VERSION = 10  # the newest that ONNX Runtime 1.19 reads
 CONTRIB = "com.microsoft"
+_INDEXING = {"Gather", "GatherElements", "GatherND", "ScatterElements"}
 
 Dim: TypeAlias = int | fx.Node
 """One size: a number, or the fx node of a symbolic size."""
@@ -60,7 +61,10 @@ class GraphBuilder:
         self._constants: dict[Any, ir.Value] = {}
         self._checks: list[ir.Value] = []
         self.accepted: dict[str, str] = {}
-        """The positions that an fx node accepts, in words, by its name: for the error of a run that has others."""
+        """The positions that an fx node accepts, by its name, for the error of a run that has others.
+
+        In words, or empty: where an assertion says what is required, and where the operator did not say.
+        """
         self._scope = "graph"
 
     # -- what the graph consists of ---------------------------------------------------------------------------------
@@ -146,6 +150,8 @@ class GraphBuilder:
         for i, value in enumerate(node.outputs):
             value.name = f"{name}_{i}"
         self.nodes.append(node)
+        if op_type in _INDEXING:
+            self.accepted.setdefault(self._scope, "")
         return node.outputs[0] if outputs == 1 else tuple(node.outputs)
 
     def require(self, condition: ir.Value, message: str) -> None:
