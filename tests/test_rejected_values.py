@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, tensor
 
-import lightning_ort  # noqa: F401 - registers the backend
+from lightning_ort import RefusedValueError
 
 NAN_AS_INTEGER = -(2**63)
 
@@ -128,7 +128,7 @@ def test_a_training_step_refuses_what_eager_refuses(name):
     for bad in case.bad:
         with pytest.raises((IndexError, RuntimeError)):
             step(*bad)
-        with pytest.raises((IndexError, RuntimeError), match="Non-zero status code"):
+        with pytest.raises(RefusedValueError):  # not eager's error
             gradient(compiled, *bad)
     for got, wanted in zip(gradient(compiled, *case.good), expected, strict=True):
         torch.testing.assert_close(got, wanted)

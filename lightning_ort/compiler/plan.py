@@ -257,6 +257,8 @@ def _resolve(module: torch.nn.Module, path: Any) -> Any:
 def _place(node: fx.Node, accepted: str) -> str:
     """Operator and line of the user's, for errors about values."""
     line = source_line(node)
+    if str(node.target).startswith("aten._assert"):
+        return line or "this step"
     return f"{node.target}{accepted and f', which takes {accepted}'}{line and f' ({line})'}"
 
 

@@ -38,7 +38,7 @@ def refusal(error: Exception, places: Mapping[str, str]) -> RefusedValueError | 
     scope, is_assertion, requirement = name.partition(": ")
     place = places.get(scope.split("/")[0], f"the node {scope!r} of the graph")
     if is_assertion:
-        return RefusedValueError(f"{requirement} ({place}). Nothing was updated.")
+        return RefusedValueError(f"{requirement.removesuffix('.')}: in {place}. Nothing was updated.")
     if not _OUT_OF_RANGE.search(status):
         return None
     return IndexOutOfRangeError(

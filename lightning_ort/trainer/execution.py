@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.plan import Fallback
-from lightning_ort.errors import CompilationError, RefusedValueError
+from lightning_ort.errors import CompilationError, IndexOutOfRangeError, RefusedValueError
 from lightning_ort.runtime.session import RuntimeConfig
 from lightning_ort.trainer.arguments import gather, summary
 from lightning_ort.trainer.description import Description
@@ -68,7 +68,8 @@ class Execution:
         """All outputs; gradients of the loss times ``scale`` are added to ``grad`` of the parameters.
 
         Raises:
-            RuntimeError: the step cannot be executed; the message names the inputs.
+            RuntimeError: the step cannot be executed; the message names the inputs. Values that an operator refuses are
+                a RefusedValueError, indices and class labels an IndexOutOfRangeError.
         """
         return self._run(lambda: self._step.train(inputs, scale), inputs, training=True)
 
@@ -84,7 +85,7 @@ class Execution:
             if isinstance(error, CompilationError) or not _is_execution_error(error):
                 raise
             reason = self._step.explain(inputs, training=training) or str(error)
-            kind: type[Exception] = IndexError if isinstance(error, IndexError) else RuntimeError
+            kind = IndexOutOfRangeError if isinstance(error, IndexError) else RuntimeError
             if isinstance(error, RefusedValueError):
                 kind = type(error)
             name = "train_step" if training else "eval_step"
