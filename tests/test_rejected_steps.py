@@ -71,6 +71,7 @@ BAD = {
     "large index": (changed(IDS, 12), LABELS),
     "negative index": (changed(IDS, -1), LABELS),
     "large label": (IDS, changed(LABELS, 5)),
+    "negative label": (IDS, changed(LABELS, -1)),
 }
 LIKE_EAGER = pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
 
@@ -87,8 +88,9 @@ def assert_same(before: dict[str, Any], after: dict[str, Any]) -> None:
 
 PARTS = {
     "large index": ["index or a class label, 12,", "embedding", "which takes 0 to 9", "self.words(ids)"],
-    "negative index": ["A negative index", "embedding", "which takes 0 to 9", "self.words(ids)"],
+    "negative index": ["index or a class label, -1,", "embedding", "which takes 0 to 9", "self.words(ids)"],
     "large label": ["class label", "nll_loss", "F.cross_entropy"],
+    "negative label": ["class label", "nll_loss", "F.cross_entropy"],
 }
 
 

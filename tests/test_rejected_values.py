@@ -33,6 +33,7 @@ def with_last(index: Tensor, *values: int) -> list[Tensor]:
 ids = tensor([[1, 2], [3, 9]])
 pair = (tensor([0, 3]), tensor([1, 4]))
 labels = tensor([[0, 2, -1, 3, 1]] * 4)
+classes = tensor([0, 1, 2, 4])
 NAN = float("nan")
 
 
@@ -84,7 +85,21 @@ REFUSED = {
         lambda x, i: x.sum() * torch.searchsorted(x[0].detach().sort()[0], x[1], sorter=i), matrix, columns[0], -1, 5
     ),
     "one_hot": of_index(lambda x, i: F.one_hot(i, 5) * x[0], matrix, tensor([0, 4]), -1, 5),
-    "multi_margin": of_index(F.multi_margin_loss, matrix, tensor([0, 1, 2, 4]), *MOST),
+    "cross_entropy": of_index(F.cross_entropy, matrix, classes, -3, *MOST),
+    "cross_entropy_ignoring_-1": of_index(
+        lambda x, y: F.cross_entropy(x, y, ignore_index=-1), matrix, tensor([0, -1, 2, 4]), -2, -100, 5
+    ),
+    "cross_entropy_weights": of_index(
+        lambda x, y: F.cross_entropy(x, y, weight=tensor([1.0, 2.0, 3.0, 4.0, 5.0])), matrix, classes, *MOST
+    ),
+    "cross_entropy_smooth": of_index(
+        lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1, reduction="none"), matrix, classes, *MOST
+    ),
+    "cross_entropy_image": of_index(
+        lambda x, y: F.cross_entropy(x[:, :, None], y[:, None], reduction="sum"), matrix, classes, *MOST
+    ),
+    "nll_loss": of_index(F.nll_loss, matrix, classes, *MOST),
+    "multi_margin": of_index(F.multi_margin_loss, matrix, classes, *MOST),
     "multilabel_margin": Refused(
         F.multilabel_margin_loss, (matrix, labels), *[(matrix, i) for i in with_last(labels, 5, -2)]
     ),
