@@ -241,6 +241,18 @@ def test_a_graph_that_the_cpu_has_or_may_have_a_part_in_is_waited_for(machine, m
     assert "run and wait" in events
 
 
+def test_with_session_options_of_the_user_each_run_is_waited_for(machine, monkeypatch):
+    monkeypatch.setattr(
+        machine.Session,
+        "get_provider_graph_assignment_info",
+        lambda self: self.real.get_provider_graph_assignment_info(),
+    )
+    session, events = machine.run(config=RuntimeConfig(session_options=onnxruntime.SessionOptions()))
+
+    assert session.on_cpu is None
+    assert "run and wait" in events
+
+
 def test_results_of_unknown_shapes_are_waited_for(machine):
     session, _ = machine.run()
     machine.events.clear()

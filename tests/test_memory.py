@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from lightning_ort.runtime.memory import TensorPool
+from lightning_ort.runtime.memory import TensorPool, release_free_memory
 
 
 def make_pool() -> TensorPool:
@@ -47,3 +48,13 @@ def test_a_gradient_counts_as_held():
     for tensors in taken:
         tensors[2].fill_(0)
     assert parameter.grad.tolist() == [1] * 5
+
+
+@pytest.mark.parametrize("initialized", [True, False])
+def test_memory_on_a_gpu_is_given_back_where_there_is_one(monkeypatch, initialized):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
+    release_free_memory()
+
+    assert calls == ["empty"] * initialized

@@ -174,6 +174,22 @@ def test_default_device_without_cuda_is_the_cpu_with_a_warning(monkeypatch):
         choose_device(ORTTrainerOptions({"device": {"id": "bogus"}}))
 
 
+def test_on_a_gpu_its_provider_comes_before_that_of_the_cpu(monkeypatch):
+    from lightning_ort.trainer.device import choose_device, runtime_config
+
+    cuda, cpu = "CUDAExecutionProvider", "CPUExecutionProvider"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 1)
+    monkeypatch.setattr("onnxruntime.get_available_providers", lambda: [cuda, cpu])
+    chosen = ORTTrainerOptions({"device": {"id": "cuda", "mem_limit": 5}, "provider_options": {cpu: {"a": "b"}}})
+    device = choose_device(chosen)
+    config = runtime_config(chosen, device)
+
+    assert str(device) == "cuda:1"
+    assert config.providers == [cuda, cpu]
+    assert config.provider_options == {cuda: {"gpu_mem_limit": "5"}, cpu: {"a": "b"}}
+
+
 def test_memory_limit_is_refused_on_the_cpu():
     with pytest.raises(ValueError, match=r"options\['device.mem_limit'\] = 5"):
         trainer(device={"id": "cpu", "mem_limit": 5})

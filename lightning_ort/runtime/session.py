@@ -11,6 +11,7 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 import onnxruntime
 import torch
+from onnxruntime.capi import _pybind_state
 
 from lightning_ort.errors import ProviderError
 from lightning_ort.runtime.bfloat16 import bind_bfloat16, options_for_bfloat16
@@ -130,7 +131,8 @@ class OrtSession:
 
     Attributes:
         on_cpu: types of the operators of a session on a GPU that the CPU executes, one entry per node; ONNX Runtime
-            copies what they read and give. ``None`` where it does not tell (before 1.24).
+            copies what they read and give. ``None`` where it does not tell: before 1.24, and with the user's own
+            ``SessionOptions``, unless they ask for it.
     """
 
     def __init__(
@@ -319,9 +321,10 @@ def _tells_who_runs_what() -> bool:
 
 
 def _on_cpu(session: onnxruntime.InferenceSession) -> tuple[str, ...] | None:
-    if not _tells_who_runs_what():
+    try:
+        parts = session.get_provider_graph_assignment_info()
+    except (AttributeError, _pybind_state.Fail):  # too old, or not asked for in the user's own session options
         return None
-    parts = session.get_provider_graph_assignment_info()
     return tuple(node.op_type for part in parts if part.ep_name == "CPUExecutionProvider" for node in part.get_nodes())
 
 

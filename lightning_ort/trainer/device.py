@@ -15,7 +15,8 @@ from lightning_ort.trainer.options import ORTTrainerOptions
 
 __all__ = ["choose_device", "runtime_config"]
 
-_NATIVE = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+_CPU = "CPUExecutionProvider"
+_NATIVE = {"cpu": _CPU, "cuda": "CUDAExecutionProvider"}
 
 
 def choose_device(options: ORTTrainerOptions) -> torch.device:
@@ -40,7 +41,7 @@ def choose_device(options: ORTTrainerOptions) -> torch.device:
     elif _NATIVE["cuda"] not in onnxruntime.get_available_providers():
         reason = "this ONNX Runtime is built without CUDA"
     if reason is None:
-        return device
+        return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
     if options._was_given("device.id"):
         raise ProviderError(f"options['device.id'] = {name!r}, but {reason}. Use 'cpu'.")
     warnings.warn(
@@ -60,7 +61,9 @@ def runtime_config(options: ORTTrainerOptions, device: torch.device) -> RuntimeC
     """
     native = _NATIVE[device.type]
     providers = {name: dict(values) for name, values in options.provider_options.items()}
-    providers.setdefault(native, {})
+    if native not in providers:
+        # the first that has a kernel gets a node, and the CPU's has most of them
+        providers = {native: {}} | providers if _CPU in providers else providers | {native: {}}
     efficient = options.utils.memory_efficient_gradient
     if device.type == "cuda":
         if options.device.mem_limit:
