@@ -108,6 +108,9 @@ REFUSED = {
         (tensor([0.1, 0.5, 1.0]), tensor([0.0, 1.0, 0.2])),
         (tensor([0.1, 0.5, 1.2]), tensor([0.0, 1.0, 0.2])),
         (tensor([0.1, -0.5, 1.0]), tensor([0.0, 1.0, 0.2])),
+        (tensor([0.1, -1e-30, 1.0]), tensor([0.0, 1.0, 0.2])),
+        (tensor([0.1, 1.0000001, 1.0]), tensor([0.0, 1.0, 0.2])),
+        (tensor([0.1, float("inf"), 1.0]), tensor([0.0, 1.0, 0.2])),
         (tensor([0.1, 0.5, NAN]), tensor([0.0, 1.0, 0.2])),
         (tensor([0.1, 0.5, 1.0]), tensor([0.0, 1.0, 2.0])),
     ),
@@ -185,3 +188,17 @@ def test_an_assertion_about_what_torch_computed_is_checked() -> None:
     torch.testing.assert_close(compiled(eye), eye.sin())
     with pytest.raises(RuntimeError, match="a determinant is not positive"):
         compiled(-eye)
+
+
+def test_a_region_without_inputs() -> None:
+    """What comes before a graph break may read nothing, as the zeros here, while torch asks for the variance."""
+
+    def loss(x: Tensor, variance: Tensor) -> Tensor:
+        return F.gaussian_nll_loss(x, torch.zeros(3), variance)
+
+    compiled = torch.compile(loss, backend="lightning_ort")
+    x, variance = tensor([0.5, -1.0, 2.0]), tensor([1.0, 0.5, 2.0])
+    torch.testing.assert_close(compiled(x, variance), loss(x, variance))
+    for step in (loss, compiled):
+        with pytest.raises(ValueError, match="var has negative entry"):
+            step(x, -variance)
