@@ -13,10 +13,11 @@ from modules import images, sentences, table
 from parity import assert_fit_parity
 from pretend_cuda import cuda_traces, hooks, possible
 from test_coverage_layers import BATCH, LAYERS, Function, first, scalar
-from torch import nn
+from torch import fx, nn
 
 from lightning_ort.compiler import ORTBackend
 from lightning_ort.compiler.draws import DRAWS
+from lightning_ort.compiler.surroundings import drawing_as_traced
 from lightning_ort.runtime.session import RuntimeConfig
 
 pytestmark = pytest.mark.skipif(not possible, reason="knows torch's libraries for 64-bit Linux only")
@@ -193,3 +194,23 @@ def test_the_pretence_ends():
     x = torch.ones(3, requires_grad=True)
     (x * 2).sum().backward()
     assert x.grad.tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize(("function", "cudnn"), [(torch.lstm, False), (torch.relu, True)], ids=["lstm", "relu"])
+def test_on_a_gpu_torch_draws_beside_a_graph_as_the_graph_does(function, cudnn):
+    graph = fx.Graph()
+    graph.output(graph.call_function(function, (graph.placeholder("x"),)))
+    region = fx.GraphModule(nn.Module(), graph)
+
+    def state():
+        backends = torch.backends
+        return backends.cuda.flash_sdp_enabled(), backends.cuda.mem_efficient_sdp_enabled(), backends.cudnn.enabled
+
+    before = state()
+    with drawing_as_traced(region, torch.device("cuda", 0)):
+        inside = state()
+    with drawing_as_traced(region, torch.device("cpu")):
+        assert state() == before
+
+    assert inside == (False, False, cudnn)
+    assert state() == before == (True, True, True)

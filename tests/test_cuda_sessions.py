@@ -262,16 +262,24 @@ def test_results_of_unknown_shapes_are_waited_for(machine):
     assert "run and wait" in machine.events
 
 
-def test_precision_and_kernels_are_chosen_as_in_torch(machine, monkeypatch):
+@pytest.mark.parametrize("how", ["legacy", "general", "of products"])
+def test_precision_and_kernels_are_chosen_as_in_torch(machine, monkeypatch, how):
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    before = torch.get_float32_matmul_precision()
-    deterministic = torch.are_deterministic_algorithms_enabled()
+    matmul, deterministic = torch.backends.cuda.matmul, torch.are_deterministic_algorithms_enabled()
+    before = matmul.fp32_precision, torch.backends.fp32_precision
     try:
-        torch.set_float32_matmul_precision("high")
+        if how == "legacy":
+            torch.set_float32_matmul_precision("high")
+        elif how == "general":
+            torch.backends.fp32_precision = "tf32"
+        else:
+            matmul.fp32_precision = "tf32"
         torch.use_deterministic_algorithms(True)
         machine.run()
     finally:
-        torch.set_float32_matmul_precision(before)
+        if how == "legacy":
+            torch.set_float32_matmul_precision("highest")
+        matmul.fp32_precision, torch.backends.fp32_precision = before
         torch.use_deterministic_algorithms(deterministic)
 
     ((options, providers, _),) = machine.made

@@ -40,7 +40,7 @@ def default_options(device: torch.device, given: Mapping[str, str]) -> dict[str,
         # on one stream for each device, so that whatever is taken from and given back to the arena stays in order
         "user_compute_stream": str(_stream(index).cuda_stream),
         # by default ONNX Runtime rounds the factors of products to 10 bits, torch does not
-        "use_tf32": "0" if torch.get_float32_matmul_precision() == "highest" else "1",
+        "use_tf32": "1" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "0",
         # by default every convolution is tried with all of cuDNN's kernels first, at each new shape
         "cudnn_conv_algo_search": "EXHAUSTIVE" if torch.backends.cudnn.benchmark else "HEURISTIC",
         # the default takes twice as much memory each time, of which torch's allocator wants a share as well
