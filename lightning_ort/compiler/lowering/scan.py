@@ -53,9 +53,12 @@ class ScanBody:
         reverse: bool,
     ) -> tuple[ir.Value, ...]:
         """Write the ``Scan``; returns the final states and, for each result, all its steps in the order of time."""
-        outputs = []
+        outputs: list[ir.Value] = []
+        made = {id(v) for node in self._nodes for v in node.outputs}
         for value in (*new_states, *results):
-            own = self.op("Identity", value)  # each output of the body must be another value
+            # each output must be another value, and none an input; a copy takes a tenth of what a step of LSTM does
+            own = value if id(value) in made else self.op("Identity", value)
+            made.discard(id(value))
             own.type = self._type
             outputs.append(own)
         body = ir.Graph(self._inputs, outputs, nodes=self._nodes, name=f"{self._name}/step")
