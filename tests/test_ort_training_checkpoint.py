@@ -118,6 +118,20 @@ def test_a_state_is_read_as_it_was_written(external, tmp_path, monkeypatch):
             read_checkpoint(path)
 
 
+def test_two_files_of_two_saves_are_refused(tmp_path, monkeypatch):
+    """What a process leaves that dies between the two."""
+    monkeypatch.setattr(checkpoints, "_EXTERNAL", 600)
+    state, path, beside = example(), tmp_path / "checkpoint", tmp_path / "checkpoint.data"
+    write_checkpoint(state, path, include_optimizer_state=True)
+    old, old_beside = path.read_bytes(), beside.read_bytes()
+    write_checkpoint(state, path, include_optimizer_state=True)
+    path.write_bytes(old)
+    with pytest.raises(ValueError, match=r"of another save than the parameters in 'checkpoint\.data'"):
+        read_checkpoint(path)
+    beside.write_bytes(old_beside)
+    assert_equal(read_checkpoint(path), state)
+
+
 def test_momentum_and_plain_descent(tmp_path):
     state = example()
     state.optimizer = OptimizerState("SGD", 0.5, 2, {n: {"momentum": state.parameters[n] + 1} for n in state.trained})

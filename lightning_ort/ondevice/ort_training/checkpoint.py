@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import secrets
 from pathlib import Path
 
 import torch
@@ -23,7 +24,13 @@ _MOMENTS = ("momentum0", "momentum1")
 # Properties by which what the format has no place for survives a training with ONNX Runtime's own classes.
 _KIND = "lightning_ort.optimizer"
 _BUFFERS = "lightning_ort.buffers"
-_RESERVED = (_KIND, _BUFFERS)
+_SAVE = "lightning_ort.save"
+_RESERVED = (_KIND, _BUFFERS, _SAVE)
+
+# A file of parameters of ours ends with this and the mark of its save: the two files of a checkpoint take the places of
+# old ones one after the other, and a process may die in between.
+_MARK = b"lightning_ort:"
+_MARK_DIGITS = 32
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -46,6 +53,8 @@ def read_checkpoint(path: Path) -> TrainingState:
         ValueError: another format, or truncated.
     """
 
+    mark: list[str] = []
+
     def external() -> bytes | memoryview:
         beside = _beside(path)
         if not beside.is_file():
@@ -53,12 +62,23 @@ def read_checkpoint(path: Path) -> TrainingState:
                 f"The tensors of checkpoint {str(path)!r} are missing: there is no {str(beside)!r}."
             )
         with beside.open("rb") as file:
-            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) if os.stat(beside).st_size else b""
+            if not os.stat(beside).st_size:
+                return b""
+            content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        end = bytes(content[-len(_MARK) - _MARK_DIGITS :])
+        if end.startswith(_MARK):
+            mark.append(end.removeprefix(_MARK).decode("ascii", "replace"))
+        return content
 
     if not path.is_file():
         raise FileNotFoundError(f"There is no checkpoint file {str(path)!r}.")
     try:
         found = decode(path.read_bytes(), external)
+        if mark and found.properties.get(_SAVE) != mark[0]:
+            raise ValueError(
+                f"it is of another save than the parameters in {_beside(path).name!r}, perhaps because a process died "
+                "while it was saving; use an older checkpoint"
+            )
         return _state(found)
     except ValueError as error:
         raise ValueError(f"Checkpoint {str(path)!r}: {error}.") from error
@@ -150,6 +170,8 @@ def write_checkpoint(
     if size + moments <= _EXTERNAL:
         _replace(path, encode(contents))
         return [path]
+    mark = secrets.token_hex(_MARK_DIGITS // 2)
+    contents.properties[_SAVE] = mark
     with write_file(_beside(path), replace=True) as file:
 
         def external(raw: memoryview) -> int:
@@ -159,6 +181,7 @@ def write_checkpoint(
             return start
 
         data = encode(contents, external)
+        file.write(_MARK + mark.encode())
     _replace(path, data)
     return [path, _beside(path)]
 
