@@ -92,8 +92,8 @@ class ORTStrategy(SingleDeviceStrategy):
         require_onnxruntime()
         # these need ONNX Runtime, whose absence shall be explained and not break the import of this package
         from lightning_ort.optimizer_steps import HookedOptimizers
+        from lightning_ort.runtime.config import RuntimeConfig
         from lightning_ort.runtime.providers import check_available
-        from lightning_ort.runtime.session import RuntimeConfig
 
         if on_unsupported not in ("torch", "error"):
             raise ValueError(f"on_unsupported={on_unsupported!r}: expected 'torch' or 'error'.")

@@ -11,7 +11,7 @@ import lightning_ort
 from lightning_ort.compiler import ORTBackend
 from lightning_ort.compiler.executable import Executable
 from lightning_ort.compiler.plan import Plan
-from lightning_ort.runtime.session import RuntimeConfig
+from lightning_ort.runtime.config import RuntimeConfig
 
 
 class Recorder:

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_ort.compiler import ORTBackend
 from lightning_ort.runtime import bfloat16
-from lightning_ort.runtime.session import RuntimeConfig
+from lightning_ort.runtime.config import RuntimeConfig
 
 OPENVINO = "OpenVINOExecutionProvider"
 

@@ -18,7 +18,7 @@ from torch import fx, nn
 from lightning_ort.compiler import ORTBackend
 from lightning_ort.compiler.draws import DRAWS
 from lightning_ort.compiler.surroundings import drawing_as_traced
-from lightning_ort.runtime.session import RuntimeConfig
+from lightning_ort.runtime.config import RuntimeConfig
 
 pytestmark = pytest.mark.skipif(not possible, reason="knows torch's libraries for 64-bit Linux only")
 

@@ -15,7 +15,7 @@ from lightning_ort.compiler import ORTBackend, executable, plan
 from lightning_ort.compiler.preference import faster_in_torch
 from lightning_ort.compiler.trace import Traced
 from lightning_ort.compiler.widen import CONVOLUTIONS, PRODUCTS, Widening
-from lightning_ort.runtime.session import RuntimeConfig
+from lightning_ort.runtime.config import RuntimeConfig
 
 aten = torch.ops.aten
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lightning_ort.runtime.session import RuntimeConfig
+from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.updates import SGD, Adam, FusedAdam
 
 SHAPES = [(33, 7), (129,), (), (0,), (4, 3, 2)]

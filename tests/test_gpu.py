@@ -31,7 +31,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lightning_ort import ORTStrategy
 from lightning_ort.cli import doctor
 from lightning_ort.compiler import ORTBackend
-from lightning_ort.runtime.session import OrtSession, RuntimeConfig
+from lightning_ort.runtime.config import RuntimeConfig
+from lightning_ort.runtime.session import OrtSession
 
 there = torch.cuda.is_available() and "CUDAExecutionProvider" in onnxruntime.get_available_providers()
 if os.environ.get("LIGHTNING_ORT_TEST_GPU") and not there:

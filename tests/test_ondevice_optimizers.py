@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_ort.ondevice.optimizers import OptimizerConfig
-from lightning_ort.runtime.session import RuntimeConfig
+from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.updates import Update
 
 CASES = {

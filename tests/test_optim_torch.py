@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_ort import TrainStepInfo, optim
 from lightning_ort.optim import AdamConfig, LambConfig, SGDConfig, lr_scheduler
-from lightning_ort.runtime.session import RuntimeConfig
+from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.trainer.optimizer import Optimizer
 
 AFTER = AdamConfig.DecayMode.AFTER_WEIGHT_UPDATE

@@ -16,7 +16,7 @@ from lightning_ort.errors import MismatchError, UnsupportedError
 from lightning_ort.optimizer_steps import InTorch, StepHook
 from lightning_ort.optimizer_steps.choice import why_torch_is_faster
 from lightning_ort.report import OptimizerReport
-from lightning_ort.runtime.session import RuntimeConfig
+from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.updates import Adam
 
 CASES = {

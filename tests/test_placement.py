@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_ort.compiler import ORTBackend
 from lightning_ort.report import Report
-from lightning_ort.runtime.session import RuntimeConfig
+from lightning_ort.runtime.config import RuntimeConfig
 
 
 def make_cnn() -> nn.Module:

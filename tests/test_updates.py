@@ -10,7 +10,7 @@ import onnxruntime
 import pytest
 import torch
 
-from lightning_ort.runtime.session import RuntimeConfig
+from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.updates import SGD, Adam, Lamb, Momentum, Update
 from lightning_ort.updates import pieces as pieces_module
 from lightning_ort.updates.graph import UpdateGraph

@@ -17,8 +17,8 @@ from lightning_ort.compiler.sources import source_line
 from lightning_ort.compiler.trace import Untraceable
 from lightning_ort.environment import require_onnxruntime
 from lightning_ort.errors import UnsupportedError
+from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.runtime.providers import choose_providers
-from lightning_ort.runtime.session import RuntimeConfig
 
 __all__ = ["ORTBackend", "backend"]
 

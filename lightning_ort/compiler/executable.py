@@ -15,7 +15,7 @@ from lightning_ort.compiler.plan import Fallback, Plan
 from lightning_ort.compiler.sizes import Sizes, UnknownSize
 from lightning_ort.compiler.trace import Traced, Untraceable
 from lightning_ort.compiler.widen import CONVOLUTIONS, PRODUCTS, Widening, half_types
-from lightning_ort.runtime.session import RuntimeConfig
+from lightning_ort.runtime.config import RuntimeConfig
 
 __all__ = ["Executable"]
 

@@ -23,8 +23,9 @@ from lightning_ort.compiler.sizes import Sizes
 from lightning_ort.compiler.sources import source_line
 from lightning_ort.compiler.trace import Untraceable
 from lightning_ort.compiler.work import SMALL, operations
+from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.runtime.dtypes import is_supported
-from lightning_ort.runtime.session import OrtSession, RuntimeConfig
+from lightning_ort.runtime.session import OrtSession
 
 __all__ = ["Fallback", "Plan"]
 

@@ -8,8 +8,8 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.work import operations
+from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.runtime.providers import choose_providers
-from lightning_ort.runtime.session import RuntimeConfig
 
 __all__ = ["faster_in_torch"]
 

@@ -20,7 +20,7 @@ from lightning_ort.compiler.partition import split
 from lightning_ort.compiler.scaling import LossScaling
 from lightning_ort.compiler.surroundings import Surroundings, drawing_as_traced
 from lightning_ort.compiler.trace import Derivative, Traced, Untraceable, fake_inputs, trace
-from lightning_ort.runtime.session import RuntimeConfig
+from lightning_ort.runtime.config import RuntimeConfig
 
 __all__ = ["Pair", "Region"]
 

@@ -17,8 +17,8 @@ from lightning_ort.ondevice.inference import save_inference_model
 from lightning_ort.ondevice.memory import Packed
 from lightning_ort.ondevice.step import Step
 from lightning_ort.ondevice.values import as_tensor, checked, given_back
+from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.runtime.ort_values import owning
-from lightning_ort.runtime.session import RuntimeConfig
 
 __all__ = ["Module"]
 

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from lightning_ort.compiler.passes import with_training_kernels
 from lightning_ort.ondevice.step_graph import StepGraph
+from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.runtime.dtypes import NUMPY, ONNX
 from lightning_ort.runtime.kernels import has_training_kernels
-from lightning_ort.runtime.session import OrtSession, RuntimeConfig
+from lightning_ort.runtime.session import OrtSession
 
 __all__ = ["Step"]
 

@@ -14,9 +14,9 @@ from lightning_ort.onnx_gradients.inputs import input_infos
 from lightning_ort.onnx_gradients.joint import GRAD, trace_joint
 from lightning_ort.onnx_gradients.writing import written
 from lightning_ort.onnx_reader import OnnxModule
+from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.runtime.providers import choose_providers
 from lightning_ort.runtime.refusals import refusal
-from lightning_ort.runtime.session import RuntimeConfig
 
 __all__ = ["TrainingGraph"]
 

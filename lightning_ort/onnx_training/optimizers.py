@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lightning_ort.onnx_training.parameters import TrainingParameters
-from lightning_ort.runtime.session import RuntimeConfig
+from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.updates import SGD, Adam, Lamb, Rule, Update
 
 __all__ = ["Hyperparameters", "WeightUpdate"]

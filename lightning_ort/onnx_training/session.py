@@ -26,8 +26,8 @@ from lightning_ort.onnx_training.session_info import SessionInfo
 from lightning_ort.onnx_training.session_state import SessionState
 from lightning_ort.onnx_training.signature import signature_session
 from lightning_ort.onnx_training.weights import trained_weights
+from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.runtime.ort_values import owning
-from lightning_ort.runtime.session import RuntimeConfig
 
 __all__ = ["TrainingSession"]
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_ort.optimizer_steps.step_hook import Mode, StepHook
 from lightning_ort.report import OptimizerReport, Report
-from lightning_ort.runtime.session import RuntimeConfig
+from lightning_ort.runtime.config import RuntimeConfig
 
 __all__ = ["HookedOptimizers"]
 

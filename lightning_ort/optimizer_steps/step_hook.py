@@ -14,7 +14,7 @@ from lightning_ort.optimizer_steps.members import InTorch
 from lightning_ort.optimizer_steps.stepper import OptimizerStepper, why_not
 from lightning_ort.report import InTorch as Entry
 from lightning_ort.report import OptimizerReport
-from lightning_ort.runtime.session import RuntimeConfig
+from lightning_ort.runtime.config import RuntimeConfig
 
 __all__ = ["Mode", "StepHook"]
 

@@ -17,7 +17,7 @@ from lightning_ort.optimizer_steps.families import FAMILIES
 from lightning_ort.optimizer_steps.family import Group
 from lightning_ort.optimizer_steps.first_update import FirstUpdate
 from lightning_ort.optimizer_steps.members import InTorch, Member, Members
-from lightning_ort.runtime.session import RuntimeConfig
+from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.updates import Rule, Update
 
 __all__ = ["OptimizerStepper", "why_not"]

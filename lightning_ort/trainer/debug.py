@@ -11,7 +11,8 @@ import onnx
 import onnxruntime
 from torch import Tensor, nn
 
-from lightning_ort.runtime.session import OrtSession, RuntimeConfig
+from lightning_ort.runtime.config import RuntimeConfig
+from lightning_ort.runtime.session import OrtSession
 from lightning_ort.trainer.description import Description
 from lightning_ort.trainer.export import inferred, save
 from lightning_ort.trainer.merging import with_updates

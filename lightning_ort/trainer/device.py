@@ -9,8 +9,8 @@ import onnxruntime
 import torch
 
 from lightning_ort.errors import ProviderError
+from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.runtime.providers import check_available
-from lightning_ort.runtime.session import RuntimeConfig
 from lightning_ort.trainer.options import ORTTrainerOptions
 
 __all__ = ["choose_device", "runtime_config"]

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.plan import Fallback
 from lightning_ort.errors import CompilationError, IndexOutOfRangeError, RefusedValueError
-from lightning_ort.runtime.session import RuntimeConfig
+from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.trainer.arguments import gather, summary
 from lightning_ort.trainer.description import Description
 from lightning_ort.trainer.step import CombinedModule, Step

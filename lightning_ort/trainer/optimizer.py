@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ort.optim.config import AdamConfig, LambConfig, SGDConfig, _OptimizerConfig
-from lightning_ort.runtime.session import RuntimeConfig
+from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.updates import SGD, Adam, FusedAdam, Lamb, Rule, Update
 
 __all__ = ["Optimizer"]

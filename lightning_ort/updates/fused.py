@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ort.runtime.session import RuntimeConfig
+from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.updates.adam import Adam
 from lightning_ort.updates.rule import Rule
 

@@ -10,7 +10,8 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from lightning_ort.runtime.session import OrtSession, RuntimeConfig
+from lightning_ort.runtime.config import RuntimeConfig
+from lightning_ort.runtime.session import OrtSession
 from lightning_ort.updates.graph import Slot, UpdateGraph
 from lightning_ort.updates.inplace import may_overwrite
 from lightning_ort.updates.memory import Spans, flat, memory_order

@@ -14,7 +14,7 @@ from lightning_ort.ondevice.generation.forward import ModuleForward
 from lightning_ort.ondevice.generation.sources import Source
 from lightning_ort.ondevice.step import Step
 from lightning_ort.ondevice.step_graph import StepGraph
-from lightning_ort.runtime.session import RuntimeConfig
+from lightning_ort.runtime.config import RuntimeConfig
 
 __all__ = ["check_artifacts"]
 
