@@ -71,6 +71,7 @@ REFUSED = {
     "index_add": of_index(lambda x, i: x.index_add(1, i, x[:, :2]), matrix, tensor([0, 4]), *MOST),
     "index_copy": of_index(lambda x, i: x.index_copy(1, i, x[:, :2].sin()), matrix, tensor([0, 4]), *MOST),
     "index": of_index(lambda x, i: x[:, i], matrix, tensor([0, 4]), 5, -6),
+    "index_fill": of_index(lambda x, i: x.index_fill(1, i, 2.0), matrix, tensor([0, -5]), 5, -6),
     "two_indices": Refused(lambda x, i, j: x[i, j], (matrix, *pair), (matrix, tensor([0, 4]), tensor([1, 0]))),
     "index_put": Refused(
         lambda x, i, j: x.index_put((i, j), tensor(1.0)),
@@ -154,7 +155,7 @@ def test_a_training_step_refuses_what_eager_refuses(name):
 
 def test_indices_that_eager_counts_from_the_end_still_are() -> None:
     def write(x: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return x.index_put((i, j), x[j, i].sin(), accumulate=True).put(i, x[0, :2])
+        return x.index_put((i, j), x[j, i].sin(), accumulate=True).put(i, x[0, :2]).index_fill(1, j, 2.0)
 
     compiled = torch.compile(step_of(write), backend="lightning_ort", options={"on_unsupported": "error"})
     square = matrix[:, :4]

@@ -73,6 +73,20 @@ def index_copy(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
     return x.scatter(dim, _along(x, dim, index, source), source)
 
 
+@decomposes(aten.index_fill.int_Tensor)
+def index_fill(x: Tensor, dim: int, index: Tensor, value: Tensor) -> Tensor:
+    """Unlike :func:`index_copy`, of which torch makes it, it counts from the end."""
+    if x.dim() == 0:
+        return index_fill(x.view(1), 0, index, value).view(())
+    indices = [None] * (dim % x.dim()) + [index.to(torch.int64)]
+    return aten.index_put(x, indices, value.to(x.dtype))
+
+
+@decomposes(aten.index_fill.int_Scalar)
+def index_fill_scalar(x: Tensor, dim: int, index: Tensor, value: float) -> Tensor:
+    return index_fill(x, dim, index, torch.full((), value, dtype=x.dtype, device=x.device))
+
+
 @decomposes(aten.max_unpool2d.default)
 def max_unpool2d(x: Tensor, indices: Tensor, output_size: Sequence[Any]) -> Tensor:
     return _unpooled(x, indices, output_size)
