@@ -102,6 +102,7 @@ FROM_OTHERS = (ModelCheckpoint, ORTStrategy, ORTTrainer)
 BEFORE = {
     "README.md": ["model, datamodule = Model(), Data()", ""],
     "checkpoints.md": [f"model, datamodule, loss_fn = Model(), Data(), nn.CrossEntropyLoss(); {DESCRIPTION}"],
+    "cuda.md": [None],
     "command-line.md": ["module, datamodule = Model(), Data()"],
     "export.md": [
         "module, best = Model(), ModelCheckpoint('runs', monitor='val_loss')\n"
@@ -128,7 +129,7 @@ BEFORE = {
     "precision.md": ["", None],
     "training-session.md": [f"write_onnx(targets='label'); {ARRAYS}; batches = [(x, y)] * 3"],
 }
-"""Page to what stands before each of its blocks; ``None`` for one that needs another ONNX Runtime."""
+"""Page to what stands before each of its blocks; ``None`` for one that needs another ONNX Runtime or a GPU."""
 
 AFTER = {
     "optimizers.md": "one = type('One', (Model,), {'configure_optimizers': configure_optimizers})\n"

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.lowering.bounds import unwrapped
-from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, rank_of
+from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, rank_of, shape_of
 from lightning_ort.compiler.lowering.finite import is_finite
 from lightning_ort.compiler.lowering.registry import lowers
 
@@ -41,6 +41,9 @@ class _Targets:
         self.counts = g.op("Not", g.op("Equal", numbers, g.constant(ignore_index, torch.int64)))
         self.ones = g.cast(self.counts, torch.bool, self._dtype)
         self.index = unwrapped(g, g.op("Mul", numbers, g.cast(self.counts, torch.bool, torch.int64)))
+        classes = shape_of(x)[_class_axis(x)]
+        last = f"{classes - 1}" if isinstance(classes, int) else "the number of classes - 1"
+        g.accept(f"0 to {last}, and {ignore_index} for what does not count")
 
     def counted(self, value: ir.Value, *, finite: bool) -> ir.Value:
         """``value`` where a target counts, else 0."""
