@@ -268,7 +268,6 @@ def test_large_updates_are_those_of_torch(config, wide, tmp_path):
     network = copy.deepcopy(wide[0])
     folder = rewritten(wide[1], tmp_path, config, "ort-training")
     state, module, optimizer = opened(folder)
-    assert optimizer._fused == (config.clip_grad_norm is None)
     kind = torch.optim.Adam if config.kind == "Adam" else torch.optim.AdamW
     # with another use of epsilon: after t updates it is divided by the correction of the second moment
     reference = kind(network.parameters(), 0.01, eps=config.eps, weight_decay=config.weight_decay)

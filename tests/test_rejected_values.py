@@ -62,7 +62,7 @@ REFUSED = {
     "embedding": of_index(lambda w, i: F.embedding(i, w), table, ids, -1, -10, 10, NAN_AS_INTEGER, 2**62, 2**63 - 1),
     "embedding_int32": of_index(lambda w, i: F.embedding(i.int(), w), table, ids, -1, 10, -(2**31)),
     "embedding_bag": of_index(lambda w, i: F.embedding_bag(i, w), table, ids, -1, 10),
-    "offsets": of_index(lambda w, o: bags(ids.flatten(), w, o), table, tensor([0, 2, 3]), 1, 5, -1),
+    "offsets": of_index(lambda w, o: bags(ids.flatten(), w, o), table, tensor([0, 2, 3]), 1, 5),
     "gather": of_index(lambda x, i: x.gather(1, i), matrix, columns, *MOST),
     "index_select": of_index(lambda x, i: x.index_select(1, i), matrix, tensor([0, 4]), *MOST),
     "scatter": of_index(lambda x, i: x.scatter(1, i, x.sin()), matrix, columns, *MOST),
