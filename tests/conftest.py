@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import random
 
@@ -13,6 +14,16 @@ import torch._dynamo
 
 # two threads, or one each where pytest-xdist runs a test on each core
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run once what would take its time twice in `make test`."""
+    if importlib.util.find_spec("onnxruntime.training") is None:
+        return
+    skip = pytest.mark.skip(reason="runs on the stock build")
+    for item in items:
+        if item.get_closest_marker("stock_only") is not None:
+            item.add_marker(skip)
 
 
 def pytest_collection_finish():

@@ -15,6 +15,7 @@ from benchmarks.overhead import measure_overhead
 from benchmarks.table import markdown
 
 
+@pytest.mark.stock_only
 @pytest.mark.slow
 def test_command_measures_each_strategy_in_turns(tmp_path, capsys):
     path = tmp_path / "results.json"
@@ -44,6 +45,7 @@ def test_command_measures_each_strategy_in_turns(tmp_path, capsys):
     assert "auto" in capsys.readouterr().out
 
 
+@pytest.mark.stock_only
 @pytest.mark.slow
 def test_failure_of_a_child_is_a_result():
     (result,) = measure("no_such_model", ["auto"], Settings.quick())

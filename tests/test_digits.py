@@ -8,6 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import onnxruntime
+import pytest
+
+pytestmark = pytest.mark.stock_only
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "digits.py"
 

@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ort import ORTStrategy, ORTTrainer, optim
 
+pytestmark = pytest.mark.stock_only
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 QUIET = {

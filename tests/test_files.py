@@ -20,6 +20,8 @@ from lightning_ort.files.onnx_models import save_onnx
 from lightning_ort.files.writing import write_file, write_path
 from lightning_ort.ondevice import CheckpointState, generate_artifacts
 
+pytestmark = pytest.mark.stock_only
+
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
 
 

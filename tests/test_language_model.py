@@ -11,6 +11,9 @@ import h5py
 import numpy as np
 import onnx
 import onnx.numpy_helper
+import pytest
+
+pytestmark = pytest.mark.stock_only
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "language_model.py"
 
