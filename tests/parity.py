@@ -226,6 +226,34 @@ def assert_same_state(
     assert not worst, f"differ, relative to the largest entry: {worst}"
 
 
+def step_tensors(
+    module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
+) -> dict[str, torch.Tensor | None]:
+    """The loss that ``function`` computes by ``module``, all gradients, and the buffers afterwards."""
+    torch.manual_seed(1)
+    module.zero_grad()
+    leaf = x.clone().requires_grad_()
+    loss = function(leaf)
+    loss.backward()
+    tensors = {n: p.grad for n, p in module.named_parameters()} | dict(module.named_buffers())
+    return tensors | {"loss": loss.detach(), "input": leaf.grad}
+
+
+def assert_same_tensors(
+    got: Mapping[str, torch.Tensor | None],
+    wanted: Mapping[str, torch.Tensor | None],
+    relative: float = 1e-4,
+    of_all: float = 1e-6,
+) -> None:
+    """Equal within ``relative`` of the largest entry of each tensor, and ``of_all`` of the largest of all floats."""
+    scale = max(t.abs().max() for t in wanted.values() if t is not None and t.is_floating_point())
+    for key, tensor in wanted.items():
+        found = got[key]
+        assert (found is None) == (tensor is None), key
+        if tensor is not None:
+            assert (found - tensor).abs().max() <= relative * tensor.abs().max() + of_all * scale, key
+
+
 def assert_moved(run: Run, still: Iterable[str] = ()) -> None:
     """Training changed every trainable parameter, except those under the prefixes in ``still``."""
     prefixes = tuple(still)

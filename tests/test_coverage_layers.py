@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from parity import assert_same_tensors, step_tensors
 from torch import nn
 
 from lightning_ort.compiler import ORTBackend
@@ -146,21 +147,7 @@ def test_layer(name):
     )
     for size in (BATCH, BATCH - 2):
         x = torch.randn(size, *shape)
-        results = []
-        for module, function in ((ours, step), (eager, lambda x: scalar(eager(x)))):
-            torch.manual_seed(1)
-            module.zero_grad()
-            leaf = x.clone().requires_grad_()
-            loss = function(leaf)
-            loss.backward()
-            tensors = {n: p.grad for n, p in module.named_parameters()} | dict(module.named_buffers())
-            results.append(tensors | {"loss": loss.detach(), "input": leaf.grad})
-        got, wanted = results
-        scale = max(t.abs().max() for t in wanted.values() if t is not None and t.is_floating_point())
-        for key, tensor in wanted.items():
-            if tensor is None:
-                assert got[key] is None, key
-            else:
-                assert (got[key] - tensor).abs().max() <= 1e-4 * tensor.abs().max() + 1e-6 * scale, key
+        got = step_tensors(ours, step, x)
+        assert_same_tensors(got, step_tensors(eager, lambda x: scalar(eager(x)), x))
     assert len(graphs) == 2
     assert not fallbacks

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from modules import images, sentences, table
-from parity import assert_fit_parity
+from parity import assert_fit_parity, assert_same_tensors, step_tensors
 from pretend_cuda import cuda_traces, hooks, possible
 from test_coverage_layers import BATCH, LAYERS, Function, first, scalar
 from torch import fx, nn
@@ -98,24 +98,11 @@ def test_a_graph_for_a_gpu_computes_what_eager_computes_and_leaves_nothing_to_to
     eager = copy.deepcopy(ours)
     fallbacks: list = []
     x = torch.randn(BATCH, *shape)
-    results = []
     with cuda_traces() as traces:
         backend = ORTBackend(RuntimeConfig(placement="onnxruntime"), on_fallback=fallbacks.extend)
-        for module, function in ((ours, torch.compile(lambda x: scalar(ours(x)), backend=backend)),
-                                 (eager, lambda x: scalar(eager(x)))):  # fmt: skip
-            torch.manual_seed(1)
-            leaf = x.clone().requires_grad_()
-            loss = function(leaf)
-            loss.backward()
-            tensors = {n: p.grad for n, p in module.named_parameters()} | dict(module.named_buffers())
-            results.append(tensors | {"loss": loss.detach(), "input": leaf.grad})
-
-    got, wanted = results
-    scale = max(t.abs().max() for t in wanted.values() if t is not None and t.is_floating_point())
-    for key, tensor in wanted.items():
-        assert (got[key] is None) == (tensor is None), key
-        if tensor is not None:
-            assert (got[key] - tensor).abs().max() <= 1e-4 * tensor.abs().max() + 1e-6 * scale, key
+        got = step_tensors(ours, torch.compile(lambda x: scalar(ours(x)), backend=backend), x)
+        wanted = step_tensors(eager, lambda x: scalar(eager(x)), x)
+    assert_same_tensors(got, wanted)
     assert not fallbacks
     (traced,) = traces
     assert traced.inputs[-1].meta["val"].device.type == "cuda"

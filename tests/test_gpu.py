@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+from collections.abc import Callable
 
 import modules
 import networks
@@ -20,9 +21,11 @@ from parity import (
     assert_in_ort,
     assert_same_outcome,
     assert_same_state,
+    assert_same_tensors,
     fit,
     state_of,
     step_report,
+    step_tensors,
 )
 from test_coverage_layers import BATCH, LAYERS, scalar
 from torch import nn
@@ -115,23 +118,19 @@ def test_layers(name):
     eager = copy.deepcopy(ours)
     fallbacks: list = []
     step = torch.compile(lambda x: scalar(ours(x)), backend=ORTBackend(on_fallback=fallbacks.extend))
-    results = []
-    for module, function in ((ours, step), (eager, lambda x: scalar(eager(x)))):
-        torch.manual_seed(1)
-        leaf = x.clone().requires_grad_()
-        with drawing_as_a_graph() if name in DROPOUT and module is eager else contextlib.nullcontext():
+
+    def on_gpu(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        def run(x: torch.Tensor) -> torch.Tensor:
             with torch.device("cuda"):
-                loss = function(leaf)
-            loss.backward()
-        tensors = {n: p.grad for n, p in module.named_parameters()} | dict(module.named_buffers())
-        results.append(tensors | {"loss": loss.detach(), "input": leaf.grad})
-    got, wanted = results
-    scale = max(t.abs().max() for t in wanted.values() if t is not None and t.is_floating_point())
-    for key, tensor in wanted.items():
-        assert (got[key] is None) == (tensor is None), key
-        if tensor is not None:
-            # torch's convolutions round to TF32 by default
-            assert (got[key] - tensor).abs().max() <= 2e-3 * tensor.abs().max() + 1e-4 * scale, key
+                return function(x)
+
+        return run
+
+    got = step_tensors(ours, on_gpu(step), x)
+    with drawing_as_a_graph() if name in DROPOUT else contextlib.nullcontext():
+        wanted = step_tensors(eager, on_gpu(lambda x: scalar(eager(x))), x)
+    # torch's convolutions round to TF32 by default
+    assert_same_tensors(got, wanted, relative=2e-3, of_all=1e-4)
     assert not fallbacks
 
 
