@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_ort import _moved
 from lightning_ort._version import __version__
-from lightning_ort.accelerator import ORTAccelerator
 from lightning_ort.checkpoints import ORTCheckpointIO
 from lightning_ort.errors import (
     CheckpointError,
@@ -21,18 +21,19 @@ from lightning_ort.errors import (
     RefusedValueError,
     UnsupportedError,
 )
-from lightning_ort.precision import ORTPrecision
+from lightning_ort.lightning.accelerator import ORTAccelerator
+from lightning_ort.lightning.precision import ORTPrecision
+from lightning_ort.lightning.strategy import ORTStrategy
 from lightning_ort.report import Report, StepReport
-from lightning_ort.strategy import ORTStrategy
 
 if TYPE_CHECKING:
     from lightning_ort import amp, ondevice, optim
-    from lightning_ort.examination import Examination, examine
     from lightning_ort.export import ExportedModel, ORTExport, export_onnx
+    from lightning_ort.lightning.examine import Examination, examine
     from lightning_ort.ondevice import ORTArtifacts
-    from lightning_ort.onnx_gradients import GradientGraphBuilder
-    from lightning_ort.onnx_training import TrainingParameters, TrainingSession
-    from lightning_ort.trainer import ORTTrainer, ORTTrainerOptions, TrainStepInfo
+    from lightning_ort.trainer import ORTTrainer, ORTTrainerOptions, PropagateCastOpsStrategy, TrainStepInfo
+    from lightning_ort.training_session import TrainingParameters, TrainingSession
+    from lightning_ort.training_session.gradient_graph import GradientGraphBuilder
 
 __all__ = [
     "CheckpointError",
@@ -51,6 +52,7 @@ __all__ = [
     "ORTStrategy",
     "ORTTrainer",
     "ORTTrainerOptions",
+    "PropagateCastOpsStrategy",
     "ProviderError",
     "RefusedValueError",
     "Report",
@@ -69,11 +71,13 @@ __all__ = [
 
 # not needed by the strategy, and imported when they are asked for
 _MODULES = {"amp": "lightning_ort.amp", "ondevice": "lightning_ort.ondevice", "optim": "lightning_ort.optim"}
-_CLASSES = dict.fromkeys(("ORTTrainer", "ORTTrainerOptions", "TrainStepInfo"), "lightning_ort.trainer")
-_CLASSES |= dict.fromkeys(("TrainingParameters", "TrainingSession"), "lightning_ort.onnx_training")
+_CLASSES = dict.fromkeys(
+    ("ORTTrainer", "ORTTrainerOptions", "PropagateCastOpsStrategy", "TrainStepInfo"), "lightning_ort.trainer"
+)
+_CLASSES |= dict.fromkeys(("TrainingParameters", "TrainingSession"), "lightning_ort.training_session")
 _CLASSES |= dict.fromkeys(("ExportedModel", "ORTExport", "export_onnx"), "lightning_ort.export")
-_CLASSES |= dict.fromkeys(("Examination", "examine"), "lightning_ort.examination")
-_CLASSES["GradientGraphBuilder"] = "lightning_ort.onnx_gradients"
+_CLASSES |= dict.fromkeys(("Examination", "examine"), "lightning_ort.lightning.examine")
+_CLASSES["GradientGraphBuilder"] = "lightning_ort.training_session.gradient_graph"
 _CLASSES["ORTArtifacts"] = "lightning_ort.ondevice"
 
 
@@ -89,3 +93,4 @@ if ORTStrategy.strategy_name not in StrategyRegistry:
     ORTStrategy.register_strategies(StrategyRegistry)
 if ORTAccelerator.name() not in AcceleratorRegistry:
     ORTAccelerator.register_accelerators(AcceleratorRegistry)
+_moved.install()

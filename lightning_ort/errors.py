@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = [
     "CheckpointError",
     "CompilationError",
+    "DamagedFileError",
     "ExportError",
     "IndexOutOfRangeError",
     "MismatchError",
@@ -16,6 +17,13 @@ __all__ = [
 
 class CheckpointError(ValueError):
     """A file is no checkpoint, or damaged, or that of another model or optimizer; nothing has been changed."""
+
+
+class DamagedFileError(CheckpointError, OSError):
+    """A file is cut short, damaged, or made to do harm: it holds what no program that writes such files puts there.
+
+    An ``OSError`` too, as which libraries report what they cannot read.
+    """
 
 
 class CompilationError(RuntimeError):

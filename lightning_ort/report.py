@@ -37,11 +37,12 @@ class StepReport:
     Attributes:
         name: such as ``training_step``.
         calls: how often it was called.
-        graphs: ONNX graphs compiled for it (forward with gradients in one is one graph).
+        graphs: graphs compiled for it (forward with gradients in one is one graph).
+        graphs_in_torch: those of them that torch runs whole, by choice.
         recompilations: reasons why it was compiled again, one entry each.
         graph_breaks: places where it leaves the graph, without repetition.
         in_torch: what torch executed because ONNX Runtime could not, without repetition.
-        preferred: operators that torch executed because it is faster, and in how many places of the graphs.
+        preferred: operators that torch executed by choice, and in how many places of the graphs.
         on_cpu: ONNX operators of a step on a GPU that the CPU executes, and in how many places of the graphs.
         widened: 16-bit operators that compute in float32, for want of kernels: right, and not faster than float32.
         compile_seconds: wall-clock seconds spent compiling.
@@ -50,6 +51,7 @@ class StepReport:
     name: str
     calls: int = 0
     graphs: int = 0
+    graphs_in_torch: int = 0
     recompilations: list[str] = dataclasses.field(default_factory=list)
     graph_breaks: list[GraphBreak] = dataclasses.field(default_factory=list)
     in_torch: list[InTorch] = dataclasses.field(default_factory=list)
@@ -64,7 +66,7 @@ class StepReport:
 
         Between graphs there may be plain Python, and operators that torch was preferred for do not count.
         """
-        return self.graphs > 0 and not self.in_torch
+        return self.graphs > self.graphs_in_torch and not self.in_torch
 
 
 @dataclasses.dataclass
@@ -132,9 +134,11 @@ class Report(Mapping[str, StepReport]):
             details = [f"compiled again: {reason}" for reason in s.recompilations]
             details += [f"graph break: {b.reason}{_at(b.source)}" for b in s.graph_breaks]
             details += [f"in torch: {t.what}: {t.reason}{_at(t.source)}" for t in s.in_torch]
+            if s.graphs_in_torch:
+                details.append(f"in torch by choice: {s.graphs_in_torch} of {s.graphs} graphs (placement='torch')")
             details += [
-                f"in torch by choice: {what}, {count} times: its kernel is faster than ONNX Runtime's "
-                "(placement='onnxruntime' keeps it there)"
+                f"in torch by choice: {what}, {count} times: its kernel is faster than ONNX Runtime's, or chooses "
+                "among equals as eager does (placement='onnxruntime' keeps it there)"
                 for what, count in s.preferred.items()
             ]
             if s.on_cpu:

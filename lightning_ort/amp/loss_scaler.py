@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
+from lightning_ort.validation import is_whole, number, shown
+
 if TYPE_CHECKING:
-    from lightning_ort.trainer.step_info import TrainStepInfo
+    from lightning_ort.optim.step_info import TrainStepInfo
 
 __all__ = ["DynamicLossScaler", "LossScaler"]
+
+
+_LARGEST = 3.4028234663852886e38
+"""float32, which the factor is in a graph"""
+
+
+def _scale(name: str, value: Any, *, infinite: bool = False) -> float:
+    try:
+        found = number(name, value, above=0, infinite=infinite)
+    except (TypeError, ValueError):
+        found = math.nan
+    if not (0 < found <= _LARGEST or (infinite and found > 0)):
+        finite = "" if infinite else ", and finite in float32"
+        raise AssertionError(f"'{name}' must be a positive float{finite}; got {shown(value)}")
+    return found
 
 
 class LossScaler:
@@ -43,9 +61,9 @@ class LossScaler:
 
     @loss_scale.setter
     def loss_scale(self, loss_scale: float) -> None:
-        if not (isinstance(loss_scale, float) and loss_scale > 0):
-            raise AssertionError("'loss_scale' must be a positive float")
-        self._loss_scale = loss_scale
+        if not isinstance(loss_scale, float):
+            raise AssertionError(f"'loss_scale' must be a positive float; got {shown(loss_scale)}")
+        self._loss_scale = _scale("loss_scale", loss_scale)
 
     def reset(self) -> None:
         """Back to the first scale."""
@@ -65,10 +83,10 @@ class DynamicLossScaler(LossScaler):
 
     Args:
         automatic_update: ``False`` leaves the scale to you.
-        loss_scale: the factor, to begin with.
+        loss_scale: the factor, to begin with; a float or an int, as the next two.
         up_scale_window: number of finite steps after which it is doubled.
         min_loss_scale: not halved below.
-        max_loss_scale: not doubled above.
+        max_loss_scale: not doubled above; may be infinite.
 
     Raises:
         AssertionError: an argument is not as described.
@@ -82,16 +100,14 @@ class DynamicLossScaler(LossScaler):
         min_loss_scale: float = 1.0,
         max_loss_scale: float = float(1 << 24),
     ) -> None:
-        super().__init__(loss_scale)
+        super().__init__(_scale("loss_scale", loss_scale))
         if not isinstance(automatic_update, bool):
-            raise AssertionError("'automatic_update' must be a boolean")
-        if not (isinstance(up_scale_window, int) and up_scale_window > 0):
-            raise AssertionError("'up_scale_window' must be a positive integer")
-        for name, value in {"min_loss_scale": min_loss_scale, "max_loss_scale": max_loss_scale}.items():
-            if not (isinstance(value, float) and value > 0):
-                raise AssertionError(f"'{name}' must be a positive float")
+            raise AssertionError(f"'automatic_update' must be a boolean; got {shown(automatic_update)}")
+        if not (is_whole(up_scale_window) and up_scale_window > 0):
+            raise AssertionError(f"'up_scale_window' must be a positive integer; got {shown(up_scale_window)}")
         self.automatic_update, self.up_scale_window = automatic_update, up_scale_window
-        self.min_loss_scale, self.max_loss_scale = min_loss_scale, max_loss_scale
+        self.min_loss_scale = _scale("min_loss_scale", min_loss_scale)
+        self.max_loss_scale = _scale("max_loss_scale", max_loss_scale, infinite=True)
         self._stable_steps_count = 0
 
     def reset(self) -> None:
@@ -106,7 +122,9 @@ class DynamicLossScaler(LossScaler):
         if train_step_info.all_finite:
             self._stable_steps_count += 1
             if self._stable_steps_count >= self.up_scale_window:
-                self.loss_scale = min(self.max_loss_scale, self.loss_scale * 2)
+                doubled = min(self.max_loss_scale, self.loss_scale * 2)
+                if doubled <= _LARGEST:
+                    self.loss_scale = doubled
                 self._stable_steps_count = 0
         else:
             self.loss_scale = max(self.min_loss_scale, self.loss_scale / 2)

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from lightning_ort.validation import number, single
+
 __all__ = ["GradScalerRule", "ScaleRule", "StepInfo", "StepScalerRule", "scale_rule"]
 
 
@@ -174,8 +176,19 @@ def scale_rule(scaler: Any) -> ScaleRule | None:
     """The rule of a user's scaler; ``None`` for a ``GradScaler`` that is disabled.
 
     Raises:
-        TypeError: it is no scaler.
+        TypeError: it is no scaler, or its scale no number.
+        ValueError: its scale is not positive, or infinite.
     """
+    rule = _rule(scaler)
+    if rule is not None:
+        if isinstance(rule, StepScalerRule):
+            number("loss_scale of the scaler", single(scaler.loss_scale), above=0)
+        else:
+            number("scale of the scaler", rule.scale, above=0)
+    return rule
+
+
+def _rule(scaler: Any) -> ScaleRule | None:
     if scaler is None:
         return GradScalerRule(torch.amp.GradScaler("cpu"))
     if isinstance(scaler, torch.amp.GradScaler):

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from lightning_ort.checkpoints.checkpoint_io import ORTCheckpointIO
+from lightning_ort.checkpoints.lightning import ORTCheckpointIO
 
 __all__ = ["ORTCheckpointIO"]

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import flatbuffers
 import torch
 from torch import Tensor
 
-from lightning_ort.runtime.dtypes import ONNX
+from lightning_ort.errors import CheckpointError, DamagedFileError
+from lightning_ort.files.reading import cause_of, check_growth
+from lightning_ort.runtime.tensors import ONNX
 
 __all__ = ["VERSION", "CheckpointFile", "Group", "decode", "encode"]
 
@@ -81,7 +82,15 @@ class _Whole(bytes):
         return super().__getitem__(key)
 
 
-def decode(data: bytes, external: Callable[[], bytes | memoryview]) -> CheckpointFile:
+class Outside(Protocol):
+    """The bytes of the file with the tensors, or as many of them as there are."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> bytes: ...
+
+
+def decode(data: bytes, external: Callable[[], Outside]) -> CheckpointFile:
     """Read a file's bytes.
 
     Args:
@@ -96,38 +105,68 @@ def decode(data: bytes, external: Callable[[], bytes | memoryview]) -> Checkpoin
     try:
         root = _table("Checkpoint").Checkpoint.GetRootAs(_Whole(data), 0)
         if root.Version() != VERSION:
-            raise ValueError(f"version {root.Version()} of the format; expected {VERSION}")
-        return _decoded(root, external)
-    except (struct.error, IndexError, TypeError, UnicodeDecodeError, OverflowError, MemoryError) as error:
-        raise ValueError(f"truncated or damaged ({error})") from error
+            raise CheckpointError(f"version {root.Version()} of the format; expected {VERSION}")
+        return _decoded(root, len(data), external)
+    except (CheckpointError, FileNotFoundError):
+        raise
+    except Exception as error:
+        raise DamagedFileError(f"truncated or damaged ({cause_of(error)})") from error
 
 
-def _decoded(root: Any, external: Callable[[], bytes | memoryview]) -> CheckpointFile:
+def _decoded(root: Any, size: int, external: Callable[[], Outside]) -> CheckpointFile:
     found = CheckpointFile({}, {})
+    names = _Names()
+    content = 0
+
+    def tensors(table: Any, outside: Outside | None) -> Tensor:
+        nonlocal content
+        tensor = _tensor(table, outside)
+        content += tensor.nbytes
+        # entries may share their bytes, so that a small file would fill the memory
+        check_growth(size, content, "what it holds")
+        return tensor
+
     module, outside = root.ModuleState(), None
     if module is not None:
         found.nominal = bool(module.IsNominalState())
         outside = external() if module.HasExternalData() else None
+        size += 0 if outside is None else len(outside)
         for target, length, at in (
             (found.trained, module.RequiresGradParamsLength(), module.RequiresGradParams),
             (found.frozen, module.FrozenParamsLength(), module.FrozenParams),
         ):
             for table in (at(i) for i in range(length)):
-                target[_text(table.Name())] = torch.empty(0) if found.nominal else _tensor(table, outside)
+                name = names.new("tensor", _text(table.Name()))
+                target[name] = torch.empty(0) if found.nominal else tensors(table, outside)
     for group in (root.OptimizerGroups(i) for i in range(root.OptimizerGroupsLength())):
         moments: dict[str, dict[str, Tensor]] = {}
         for state in (group.OptimizerStates(i) for i in range(group.OptimizerStatesLength())):
             tables = [state.Momentums(i) for i in range(state.MomentumsLength())]
-            moments[_text(state.ParamName())] = {_text(t.Name()): _tensor(t, outside) for t in tables}
-        found.groups[_text(group.GroupName())] = Group(group.Step(), group.InitialLearningRate(), moments)
+            parameter = names.new("state of", _text(state.ParamName()))
+            moments[parameter] = {_text(t.Name()): tensors(t, outside) for t in tables}
+        found.groups[names.new("group", _text(group.GroupName()))] = Group(
+            group.Step(), group.InitialLearningRate(), moments
+        )
     bag = root.PropertyBag()
     if bag is not None:
         for kind in ("Ints", "Floats", "Strings"):
             at = getattr(bag, kind)
             for entry in (at(i) for i in range(getattr(bag, f"{kind}Length")())):
                 value = entry.Value()
-                found.properties[_text(entry.Name())] = _text(value) if kind == "Strings" else value
+                found.properties[names.new("property", _text(entry.Name()))] = (
+                    _text(value) if kind == "Strings" else value
+                )
     return found
+
+
+class _Names(set[tuple[str, str]]):
+    """Names that have occurred; of two entries of one name one would be lost."""
+
+    def new(self, kind: str, name: str) -> str:
+        if (kind, name) in self:
+            raise DamagedFileError(f"the {kind} {name!r} occurs twice")
+        self.add((kind, name))
+        return name
 
 
 def _text(value: bytes | None) -> str:
@@ -136,7 +175,7 @@ def _text(value: bytes | None) -> str:
     return value.decode()
 
 
-def _tensor(table: Any, outside: bytes | memoryview | None) -> Tensor:
+def _tensor(table: Any, outside: Outside | None) -> Tensor:
     name, dtype = _text(table.Name()), _TORCH.get(table.DataType())
     if dtype is None:
         raise ValueError(f"tensor {name!r} has element type {table.DataType()} of ONNX, which is not supported")

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_ort.errors import CheckpointError
+from lightning_ort.optim.kinds import ORTTRAINER_STATES, TORCH_STATES, known_class
+from lightning_ort.optim.optimizers import AdamW, Lamb
 
-__all__ = ["find_prefix"]
+__all__ = [
+    "SHARED",
+    "find_prefix",
+    "from_moments",
+    "kind_of",
+    "moments_from_orttrainer",
+    "moments_to_orttrainer",
+    "to_moments",
+    "without_moments",
+]
 
 
 def find_prefix(inner: Collection[str], outer: Collection[str], prefix: str | None, where: str) -> str:
@@ -56,3 +73,111 @@ def find_prefix(inner: Collection[str], outer: Collection[str], prefix: str | No
 def _some(names: Iterable[str]) -> str:
     listed = list(names)
     return ", ".join(listed[:8]) + (f" ... ({len(listed)} in all)" if len(listed) > 8 else "")
+
+
+SHARED = "shared_optimizer_state"
+"""where LAMB keeps the counter that all weights share"""
+
+_COUNT, _SHARED_COUNTS = "Update_Count", ("Step", "step")
+_KINDS: dict[type[Optimizer], str] = {
+    torch.optim.SGD: "SGDOptimizer",
+    torch.optim.Adam: "AdamOptimizer",
+    torch.optim.AdamW: "AdamOptimizer",
+    AdamW: "AdamOptimizer",
+    Lamb: "LambOptimizer",
+}
+
+
+def kind_of(optimizer: Optimizer) -> tuple[str, str]:
+    """Find what ORTTrainer calls an optimizer with these states.
+
+    Returns:
+        The name, and an empty string; or an empty string, and why it has none.
+    """
+    title = type(optimizer).__name__
+    name = _KINDS.get(known_class(optimizer) or Optimizer, "")
+    if not name:
+        return "", f"{title} has no counterpart among AdamConfig, LambConfig and SGDConfig"
+    for group in optimizer.param_groups:
+        if group.get("amsgrad"):
+            return "", f"{title} with amsgrad=True has a third moment"
+        if group.get("maximize"):
+            return "", f"{title} with maximize=True follows the gradient upwards"
+        if group.get("momentum"):
+            return "", f"{title} with momentum has a state, and SGDConfig none"
+    return name, ""
+
+
+def moments_to_orttrainer(
+    kind: str, moments: Mapping[str, Mapping[str, Any]], counts: Mapping[str, int]
+) -> dict[str, dict[str, Any]]:
+    """Write states under ORTTrainer's names.
+
+    Args:
+        kind: as of :func:`kind_of`.
+        moments: weight name to its states, by the names of the rules.
+        counts: weight name to the number of its next update, from 1.
+    """
+    if kind == "SGDOptimizer":
+        return {}
+    states = {w: {ORTTRAINER_STATES[s]: value for s, value in values.items()} for w, values in moments.items()}
+    if kind == "LambOptimizer":
+        states[SHARED] = {_SHARED_COUNTS[0]: np.array([max(counts.values(), default=1)])}
+    else:
+        for weight, values in states.items():
+            values[_COUNT] = np.array([counts[weight]])
+    return states
+
+
+def moments_from_orttrainer(values: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
+    """Read the states of one weight, or what all share, by the names of the rules; and the counter, if there is one."""
+    moments = {state: values[name] for state, name in ORTTRAINER_STATES.items() if name in values}
+    for name in (_COUNT, *_SHARED_COUNTS):
+        if name in values:
+            return moments, int(np.ravel(values[name])[0])
+    return moments, None
+
+
+def to_moments(kind: str, states: Mapping[str, Mapping[str, Any]], like: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Write torch's states as the ``optimizer`` part of an ORTTrainer's state.
+
+    Args:
+        kind: as of :func:`kind_of`.
+        states: weight name to torch's state, empty for a parameter that was never updated.
+        like: weight name to the weight.
+
+    Raises:
+        ValueError: LAMB, and the weights were updated different numbers of times.
+    """
+    counts = {name: int(state.get("step", 0)) + 1 for name, state in states.items()}
+    if kind == "LambOptimizer" and len(set(counts.values())) > 1:
+        raise ValueError(
+            "LAMB of ORTTrainer has one step count for all weights, but here they were updated "
+            f"{sorted(n - 1 for n in set(counts.values()))} times."
+        )
+    moments = {
+        name: {
+            s: state[t].detach().cpu() if t in state else torch.zeros(like[name].shape, dtype=like[name].dtype)
+            for s, t in _TORCH.items()
+        }
+        for name, state in states.items()
+    }
+    return moments_to_orttrainer(kind, moments, counts)
+
+
+def from_moments(optimizer: Mapping[str, Any], name: str) -> dict[str, Tensor]:
+    """Read torch's state of a weight; empty if it was never updated, or has no state in ``optimizer``."""
+    moments, count = moments_from_orttrainer(optimizer.get(name, {}))
+    if count is None:
+        count = moments_from_orttrainer(optimizer.get(SHARED, {}))[1]
+    if not moments or count is None or count <= 1:
+        return {}
+    return {"step": torch.tensor(float(count) - 1)} | {_TORCH[s]: torch.as_tensor(v) for s, v in moments.items()}
+
+
+def without_moments(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what torch keeps of a weight beyond what ORTTrainer keeps."""
+    return {key: value for key, value in state.items() if key not in ("step", *_TORCH.values())}
+
+
+_TORCH = {state: TORCH_STATES[state] for state in ORTTRAINER_STATES}

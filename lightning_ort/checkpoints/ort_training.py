@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import mmap
 import os
+import re
 import secrets
 from pathlib import Path
 
 import torch
 
-from lightning_ort.files.writing import write_file
-from lightning_ort.ondevice.ort_training.flatbuffer import IDENTIFIER, CheckpointFile, Group, decode, encode
-from lightning_ort.ondevice.state import OptimizerState, Property, TrainingState
+from lightning_ort.checkpoints.flatbuffer import IDENTIFIER, CheckpointFile, Group, decode, encode
+from lightning_ort.checkpoints.orttrainer import is_intact, seal
+from lightning_ort.checkpoints.state import OptimizerState, Property, TrainingState
+from lightning_ort.errors import CheckpointError, DamagedFileError
+from lightning_ort.files.reading import cause_of, consistent
+from lightning_ort.files.writing import write_file, write_path
+from lightning_ort.optim.kinds import ORT_TRAINING_STATES
 
 __all__ = ["is_checkpoint", "read_checkpoint", "write_checkpoint"]
 
 # Flatbuffers end at 2 GB. Beside a checkpoint larger than this lies a file with its parameters.
 _EXTERNAL = 1_800_000_000
 _GROUP = "group0"
-_MOMENTS = ("momentum0", "momentum1")
+_MOMENTS = tuple(ORT_TRAINING_STATES.values())
 
 # Properties by which what the format has no place for survives a training with ONNX Runtime's own classes.
 _KIND = "lightning_ort.optimizer"
@@ -31,6 +36,9 @@ _RESERVED = (_KIND, _BUFFERS, _SAVE)
 # old ones one after the other, and a process may die in between.
 _MARK = b"lightning_ort:"
 _MARK_DIGITS = 32
+_MARK_PATTERN = re.compile(rb"lightning_ort:([0-9a-f]{32})")
+_TAIL = 256
+"""Bytes at the end of such a file within which the mark is, before the checksum."""
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -48,40 +56,80 @@ def read_checkpoint(path: Path) -> TrainingState:
     :func:`write_checkpoint` only. A file from elsewhere does not say which optimizer it belongs to: with two moments
     it is taken for AdamW, with one for SGD.
 
+    While the files are replaced, what is read is all of the old or all of the new ones.
+
     Raises:
         FileNotFoundError: no such file, or not the one with its tensors.
-        ValueError: another format, or truncated.
+        CheckpointError: another format, truncated, damaged, or two files of two saves.
     """
 
-    mark: list[str] = []
+    name = f"Checkpoint {str(path)!r}"
 
-    def external() -> bytes | memoryview:
-        beside = _beside(path)
-        if not beside.is_file():
-            raise FileNotFoundError(
-                f"The tensors of checkpoint {str(path)!r} are missing: there is no {str(beside)!r}."
-            )
-        with beside.open("rb") as file:
-            if not os.stat(beside).st_size:
-                return b""
-            content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        end = bytes(content[-len(_MARK) - _MARK_DIGITS :])
-        if end.startswith(_MARK):
-            mark.append(end.removeprefix(_MARK).decode("ascii", "replace"))
-        return content
+    def read() -> TrainingState:
+        try:
+            with open(path, "rb") as stream, contextlib.ExitStack() as opened:
+                if not is_intact(stream):
+                    raise DamagedFileError("truncated or damaged (its checksum is wrong)")
+                data = stream.read()
+                outside: list[_Outside] = []
+
+                def external() -> _Outside:
+                    outside.append(opened.enter_context(_Outside(_beside(path))))
+                    return outside[0]
+
+                found = decode(data, external)
+                mark = outside[0].mark if outside else None
+                if mark is not None and found.properties.get(_SAVE) != mark:
+                    raise DamagedFileError(
+                        f"it is of another save than the parameters in {_beside(path).name!r}, perhaps because a "
+                        "process died while it was saving; use an older checkpoint"
+                    )
+                return _state(found)
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            kind = type(error) if isinstance(error, CheckpointError) else DamagedFileError
+            raise kind(f"{name}: {cause_of(error)}.") from error
 
     if not path.is_file():
         raise FileNotFoundError(f"There is no checkpoint file {str(path)!r}.")
-    try:
-        found = decode(path.read_bytes(), external)
-        if mark and found.properties.get(_SAVE) != mark[0]:
-            raise ValueError(
-                f"it is of another save than the parameters in {_beside(path).name!r}, perhaps because a process died "
-                "while it was saving; use an older checkpoint"
-            )
-        return _state(found)
-    except ValueError as error:
-        raise ValueError(f"Checkpoint {str(path)!r}: {error}.") from error
+    beside = _beside(path)
+    return consistent([path, beside] if beside.exists() else [path], read)
+
+
+class _Outside:
+    """The bytes of the file with the parameters, read from one handle.
+
+    They are not mapped into memory: a program that cuts the file short would end this one.
+
+    Attributes:
+        mark: of the save that wrote it, ``None`` if another program did.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_file():
+            raise FileNotFoundError(f"The tensors of the checkpoint are missing: there is no {str(path)!r}.")
+        self._stream = open(path, "rb")  # noqa: SIM115  (closed by __exit__)
+        self.size = self._stream.seek(0, os.SEEK_END)
+        self._stream.seek(max(self.size - _TAIL, 0))
+        found = _MARK_PATTERN.search(self._stream.read())
+        self.mark = None if found is None else found[1].decode()
+        if not is_intact(self._stream):
+            self._stream.close()
+            raise DamagedFileError(f"the checksum of {path.name!r} is wrong")
+
+    def __enter__(self) -> _Outside:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, part: slice) -> bytes:
+        self._stream.seek(part.start)
+        return self._stream.read(max(min(part.stop, self.size) - part.start, 0))
 
 
 def _beside(path: Path) -> Path:
@@ -103,8 +151,8 @@ def _buffer_types(text: Property, found: CheckpointFile) -> dict[str, torch.dtyp
     try:
         names = dict(json.loads(str(text)))
         types = {str(name): getattr(torch, str(dtype)) for name, dtype in names.items()}
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"property {_BUFFERS!r} is {text!r}, which does not list buffers") from error
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"property {_BUFFERS!r} is {str(text)[:100]!r}, which does not list buffers") from error
     unknown = [name for name, dtype in types.items() if name not in found.frozen or not isinstance(dtype, torch.dtype)]
     if unknown:
         raise ValueError(f"property {_BUFFERS!r} names {', '.join(unknown)}, which are not in the file")
@@ -117,7 +165,7 @@ def _optimizer(group: Group, kind: str, found: CheckpointFile) -> OptimizerState
         raise ValueError(f"the optimizer has moments of {', '.join(foreign)}, which are not trained")
     two = any(_MOMENTS[1] in moments for moments in group.moments.values())
     state = OptimizerState(kind or ("AdamW" if two or not group.moments else "SGD"), group.learning_rate, group.step)
-    names = ("moment_1", "moment_2") if state.kind != "SGD" else ("momentum",) if two else ()
+    names = tuple(ORT_TRAINING_STATES) if state.kind != "SGD" else ("momentum",) if two else ()
     for parameter, moments in group.moments.items():
         for moment, tensor in moments.items():
             if moment not in _MOMENTS or tensor.shape != found.trained[parameter].shape:
@@ -172,17 +220,22 @@ def write_checkpoint(
         return [path]
     mark = secrets.token_hex(_MARK_DIGITS // 2)
     contents.properties[_SAVE] = mark
-    with write_file(_beside(path), replace=True) as file:
+    # both get their names when both are complete, one just after the other
+    with write_path(path) as temporary:
+        with open(_beside(temporary), "w+b") as file:
 
-        def external(raw: memoryview) -> int:
-            file.write(bytes(-file.tell() % 8))
-            start = file.tell()
-            file.write(raw)
-            return start
+            def external(raw: memoryview) -> int:
+                file.write(bytes(-file.tell() % 8))
+                start = file.tell()
+                file.write(raw)
+                return start
 
-        data = encode(contents, external)
-        file.write(_MARK + mark.encode())
-    _replace(path, data)
+            data = encode(contents, external)
+            file.write(_MARK + mark.encode())
+            seal(file)
+        with open(temporary, "w+b") as file:
+            file.write(data)
+            seal(file)
     return [path, _beside(path)]
 
 
@@ -206,3 +259,4 @@ def _group(state: TrainingState, *, with_moments: bool) -> Group:
 def _replace(path: Path, data: bytes) -> None:
     with write_file(path, replace=True) as file:
         file.write(data)
+        seal(file)

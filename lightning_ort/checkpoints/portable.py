@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from lightning_ort.files.writing import write_path
-from lightning_ort.ondevice.portable.names import DTYPES, STEP, dtype_name, moment_name
-from lightning_ort.ondevice.state import OptimizerState, TrainingState
+from lightning_ort.checkpoints.state import OptimizerState, TrainingState
+from lightning_ort.errors import CheckpointError, DamagedFileError
+from lightning_ort.files.reading import cause_of, consistent, refusing
+from lightning_ort.files.safetensors_files import read_tensors, write_tensors
+from lightning_ort.files.writing import write_file
+from lightning_ort.runtime.tensors import ONNX
 
-__all__ = ["is_checkpoint", "load_checkpoint", "save_checkpoint"]
+__all__ = [
+    "DTYPES",
+    "LEARNING_RATE",
+    "NEW",
+    "STEP",
+    "dtype_name",
+    "is_checkpoint",
+    "load_checkpoint",
+    "moment_name",
+    "save_checkpoint",
+]
 
 _FORMAT, _VERSION = "lightning_ort.ondevice", 1
 
@@ -59,31 +71,35 @@ def save_checkpoint(state: TrainingState, path: Path, *, include_optimizer_state
             for name, moments in optimizer.moments.items():
                 described["optimizer"]["moments"][name] = list(moments)
                 tensors |= {moment_name(s, name): t for s, t in moments.items()}
-    # views of one piece of memory would be refused
-    copies = {n: t.detach().clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}
-    with write_path(path) as temporary:
-        save_file(copies, temporary, metadata={"format": _FORMAT, _FORMAT: json.dumps(described)})
+    with write_file(path, replace=True) as stream:
+        write_tensors(stream, tensors, {"format": _FORMAT, _FORMAT: json.dumps(described)})
 
 
 def load_checkpoint(path: Path) -> TrainingState:
-    """Read what :func:`save_checkpoint` wrote.
+    """Read what :func:`save_checkpoint` wrote; while it is replaced, the old or the new one.
 
     Raises:
-        ValueError: it is damaged, or was written by something else.
+        CheckpointError: it is damaged, or was written by something else.
     """
-    try:
-        with safe_open(path, framework="pt") as file:
-            text = (file.metadata() or {}).get(_FORMAT)
-            # clones, so that the file may be written again while the tensors live
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"{str(path)!r} is no checkpoint, or a damaged one ({error}).") from error
-    if text is None:
-        raise ValueError(f"{str(path)!r} holds tensors, but no training: it lacks the metadata {_FORMAT!r}.")
-    try:
-        return _state(json.loads(text), tensors)
-    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"The checkpoint {str(path)!r} does not fit together: {error}.") from error
+
+    name = repr(str(path))
+
+    def read() -> TrainingState:
+        with refusing(name, "no checkpoint, or a damaged one"):
+            with open(path, "rb") as stream:
+                tensors, metadata, wrong = read_tensors(stream)
+            if _FORMAT not in metadata:
+                raise CheckpointError(f"{name} holds tensors, but no training: it lacks the metadata {_FORMAT!r}.")
+            described = json.loads(metadata[_FORMAT])
+            try:
+                state = _state(described, tensors)
+            except Exception as error:
+                raise CheckpointError(f"The checkpoint {name} does not fit together: {cause_of(error)}.") from error
+            if wrong:
+                raise DamagedFileError(f"the checksum of {', '.join(map(repr, wrong[:3]))} is wrong")
+        return state
+
+    return consistent([path], read)
 
 
 def _state(described: dict[str, Any], tensors: dict[str, torch.Tensor]) -> TrainingState:
@@ -91,6 +107,12 @@ def _state(described: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Train
         raise ValueError(f"it has version {described['version']!r}, expected {_VERSION}")
     rest = dict(tensors)
     nominal = described.get("nominal")
+    for key in ("parameters", "trained", "buffers"):
+        names = described[key]
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"its {key} are no list of names")
+        if len(set(names)) < len(names):
+            raise ValueError(f"its {key} have a name twice")
     parameters = {
         name: rest.pop(name) if nominal is None else _zeros(nominal[name]) for name in described["parameters"]
     }
@@ -106,6 +128,8 @@ def _state(described: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Train
     given = described["optimizer"]
     if given is not None:
         optimizer = OptimizerState(str(given["kind"]), float(given["learning_rate"]))
+        if not math.isfinite(optimizer.learning_rate) or optimizer.learning_rate < 0:
+            raise ValueError(f"its learning rate is {optimizer.learning_rate}")
         if STEP in rest:
             optimizer.step = _count(rest.pop(STEP))
         for name, states in given["moments"].items():
@@ -120,12 +144,33 @@ def _state(described: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Train
 
 def _zeros(form: dict[str, Any]) -> torch.Tensor:
     """What stands for a parameter without values."""
-    if any(not isinstance(size, int) or size < 0 for size in form["shape"]):
+    if any(type(size) is not int or size < 0 for size in form["shape"]):
         raise ValueError(f"{form['shape']} is no shape")
-    return torch.zeros(form["shape"], dtype=DTYPES[form["dtype"]])
+    # one number, until a graph of these shapes has been seen
+    return torch.zeros((), dtype=DTYPES[form["dtype"]]).expand(form["shape"])
 
 
 def _count(tensor: torch.Tensor) -> int:
     if tensor.numel() != 1 or tensor.dtype != torch.int64 or int(tensor) < 0:
         raise ValueError(f"{STEP!r} is {tensor.dtype} of shape {tuple(tensor.shape)}; expected one int64 from 0")
     return int(tensor)
+
+
+LEARNING_RATE = "optimizer/learning_rate"
+STEP = "optimizer/step"
+NEW = "new/"
+"""prefix of an output that is the next value of the input of that name"""
+
+
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ONNX}
+"""name of each element type"""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As numpy and the ONNX Runtime of JavaScript call it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def moment_name(state: str, parameter: str) -> str:
+    """Of one optimizer state of one parameter."""
+    return f"optimizer/{state}/{parameter}"

@@ -12,8 +12,8 @@ from lightning.pytorch.loops.loop import _Loop  # private, as all loops are
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ort.checkpoints.checkpoint_io import TrainerFile
-from lightning_ort.checkpoints.to_lightning import Translation
+from lightning_ort.checkpoints.conversion import Translation
+from lightning_ort.checkpoints.lightning import TrainerFile
 from lightning_ort.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
+import torch
 from torch import Tensor
+
+from lightning_ort.optim.settings import OptimizerSettings
 
 __all__ = ["OptimizerState", "Property", "TrainingState"]
 
@@ -21,13 +25,19 @@ class OptimizerState:
         learning_rate: of the next update.
         step: number of updates that were made.
         moments: name of each trained parameter to its tensors, shaped like it, by the names that
-            :attr:`~lightning_ort.ondevice.optimizers.OptimizerConfig.states` lists.
+            :attr:`~lightning_ort.optim.settings.OptimizerSettings.states` lists.
     """
 
     kind: str
     learning_rate: float
     step: int = 0
     moments: dict[str, dict[str, Tensor]] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def fresh(cls, settings: OptimizerSettings, trained: Mapping[str, Tensor]) -> OptimizerState:
+        """Make the state before the first update of the parameters ``trained``."""
+        moments = {n: {s: torch.zeros_like(p) for s in settings.states} for n, p in trained.items()}
+        return cls(settings.kind, settings.lr, 0, moments)
 
 
 @dataclasses.dataclass

@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_ort.errors import DamagedFileError
+from lightning_ort.files.reading import refusing
+
 __all__ = ["decode", "encode"]
 
 # pickle.dumps({}) in all its protocols
@@ -56,11 +59,20 @@ def _array(array: np.ndarray) -> list[Any]:
 def decode(text: str, where: str, *, allow_pickle: bool) -> dict[str, Any]:
     """What :func:`encode` was given, or what ONNX Runtime pickled.
 
+    Args:
+        text: what is in the file.
+        where: of which file it is what, for messages.
+        allow_pickle: execute what was pickled.
+
     Raises:
+        CheckpointError: it is damaged.
         ValueError: it is pickled and ``allow_pickle`` is not set.
     """
-    if text.lstrip().startswith("{"):
-        return _unpack(json.loads(text))
+    with refusing(where, "damaged"):
+        if not isinstance(text, str):
+            raise DamagedFileError("it is no text")
+        if text.lstrip().startswith("{"):
+            return dict(_unpack(json.loads(text)))
     if text in _EMPTY:
         return {}
     if not allow_pickle:
@@ -68,7 +80,8 @@ def decode(text: str, where: str, *, allow_pickle: bool) -> dict[str, Any]:
             f"{where} is pickled, and unpickling executes whatever the author of the file put into it. If you trust "
             "the file, load it with allow_pickle=True."
         )
-    return pickle.loads(bytes.fromhex(text))
+    with refusing(where, "damaged"):
+        return dict(pickle.loads(bytes.fromhex(text)))
 
 
 def _unpack(value: Any) -> Any:

@@ -82,7 +82,7 @@ def _providers(found: OnnxRuntime) -> Iterator[Finding]:
     # ONNX Runtime's CUDA provider finds its libraries when torch has loaded them
     import torch
 
-    from lightning_ort.runtime.cuda import why_not_started
+    from lightning_ort.runtime.providers.cuda import why_not_started
 
     for name in found.providers:
         reason = _starts(name)

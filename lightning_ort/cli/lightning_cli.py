@@ -13,8 +13,8 @@ from typing_extensions import override
 
 # classes that a configuration can name without their modules
 import lightning_ort
-from lightning_ort.examination import examination_flags, examine_in, load_weights
 from lightning_ort.export import ORTExport  # noqa: F401
+from lightning_ort.lightning.examine import examination_flags, examine_in, load_weights
 
 __all__ = ["ORTCLI"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compiler.sizes import Sizes
+from lightning_ort.compiler.symbolic_shapes import Sizes
 from lightning_ort.runtime.memory import TensorPool
 
 __all__ = ["Allocator", "allocator", "kept_buffers", "place_of", "pooled_allocator"]

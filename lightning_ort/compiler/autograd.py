@@ -6,29 +6,48 @@ from typing import Any
 
 import torch
 
-from lightning_ort.compiler.checking import ForkedRNG
+from lightning_ort.compiler.reference import ForkedRNG
 
 __all__ = ["LossStep", "PairStep"]
 
 
-def _keep(ctx: Any, args: Any, also: Any = ()) -> None:
-    """Keep the inputs of a run, so that torch can compute its gradients again.
+def _start(ctx: Any, region: Any) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.region = region
+    ctx.rng = ForkedRNG.state(region.device) if region.has_draws else None
 
-    Tensors go through ``save_for_backward``, which notices when one of them was changed since.
+
+def _end(ctx: Any, outputs: Any) -> Any:
+    """Take down what belongs to the run of the region, whose next one may be of another graph."""
+    region = ctx.region
+    ctx.kept.seal()
+    ctx.positions = region.outputs_by_position
+    if region.not_differentiable:
+        ctx.mark_non_differentiable(*[outputs[i] for i in region.not_differentiable])
+    return tuple(outputs)
+
+
+def _arrived(ctx: Any, incoming: Any) -> dict[int, torch.Tensor]:
+    """Output number to the gradient that has arrived there.
+
+    Raises:
+        RuntimeError: eager would refuse it.
     """
-    tensors = [x for x in args if isinstance(x, torch.Tensor)]
-    ctx.save_for_backward(*tensors, *also)
-    ctx.n_tensors = len(tensors)
-    ctx.numbers = None if len(tensors) == len(args) else [None if isinstance(x, torch.Tensor) else x for x in args]
+    arrived = {ctx.positions[p]: g for p, g in enumerate(incoming) if g is not None}
+    if arrived:
+        if ctx.kept is None:
+            raise RuntimeError(
+                "Trying to backward through the graph a second time (or directly access saved tensors after they have "
+                "already been freed). Specify retain_graph=True if you need to backward through the graph a second "
+                "time."
+            )
+        ctx.kept.check(arrived)
+    return arrived
 
 
-def _kept(ctx: Any) -> list[Any]:
-    """The inputs of the run."""
-    tensors = ctx.saved_tensors[: ctx.n_tensors]
-    if ctx.numbers is None:
-        return list(tensors)
-    remaining = iter(tensors)
-    return [next(remaining) if number is None else number for number in ctx.numbers]
+def _keeps_graph() -> bool:
+    """Whether gradients may be asked for again: ``retain_graph=True``, or ``create_graph=True``."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 class LossStep(torch.autograd.Function):
@@ -36,30 +55,32 @@ class LossStep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, region: Any, args: Any, *differentiable: torch.Tensor) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.region, ctx.loss = region, region.loss_output
-        ctx.rng = ForkedRNG.state(region.device) if region.has_draws else None
-        _keep(ctx, args)
+        _start(ctx, region)
+        ctx.loss = region.loss_output
+        ctx.kept = region.keep(args)
         outputs, ctx.gradients, ctx.finite = region.run_loss(args)
         if ctx.finite is not None:
             ctx.scale = region.scaling.scale
-        ctx.positions = region.outputs_by_position
-        if region.not_differentiable:
-            ctx.mark_non_differentiable(*[outputs[i] for i in region.not_differentiable])
-        return tuple(outputs)
+        return _end(ctx, outputs)
 
+    # a gradient asked for between two regions arrives while Dynamo watches, which must not compile this
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, *incoming: torch.Tensor | None) -> Any:
-        arrived = {ctx.positions[p]: g for p, g in enumerate(incoming) if g is not None}
+        arrived = _arrived(ctx, incoming)
+        region = ctx.region
         if not arrived:
-            return (None, None, *([None] * len(ctx.region.wanted)))
-        again = torch.is_grad_enabled()
-        gradients, ctx.gradients = ctx.gradients, None
-        if again or gradients is None or set(arrived) != {ctx.loss}:
-            if set(arrived) != {ctx.loss} and not again:
-                ctx.region.use_pair()
-            found = ctx.region.recompute(_kept(ctx), ctx.rng, arrived, create_graph=again)
-            return (None, None, *found)
+            return (None, None, *([None] * len(region.wanted)))
+        kept, gradients, again = ctx.kept, ctx.gradients, torch.is_grad_enabled()
+        keeps = _keeps_graph()
+        if not keeps:
+            ctx.kept = ctx.gradients = None
+        if again or set(arrived) != {ctx.loss}:
+            if not again:
+                region.leave_loss()
+            return (None, None, *region.recompute(kept, ctx.rng, arrived, create_graph=again))
+        if keeps:
+            gradients = [None if g is None else g.clone() for g in gradients]
         # a comparison would wait for the device; on the CPU it saves a pass over all gradients
         factor: Any = arrived[ctx.loss]
         if factor.device.type == "cpu":
@@ -70,7 +91,8 @@ class LossStep(torch.autograd.Function):
             _multiply([g for g in gradients if g is not None and g.dtype.itemsize >= 4], factor)
             # those are still scaled
             _multiply([g for g in gradients if g is not None and g.dtype.itemsize < 4], factor / ctx.scale)
-            ctx.region.scaling.note(ctx.finite, _parameters(ctx))
+            inputs = [kept.args[i] for i in region.wanted]
+            region.scaling.note(ctx.finite, [x for x in inputs if isinstance(x, torch.nn.Parameter)])
         return (None, None, *gradients)
 
 
@@ -79,40 +101,34 @@ def _multiply(gradients: list[torch.Tensor], factor: Any) -> None:
         torch._foreach_mul_(gradients, factor)
 
 
-def _parameters(ctx: Any) -> list[torch.Tensor]:
-    """Those whose gradients the region computes."""
-    inputs = _kept(ctx)
-    return [inputs[i] for i in ctx.region.wanted if isinstance(inputs[i], torch.nn.Parameter)]
-
-
 class PairStep(torch.autograd.Function):
     """Forward in one graph; backward in another, for gradients that arrive at any of the outputs."""
 
     @staticmethod
     def forward(ctx: Any, region: Any, pair: Any, args: Any, *differentiable: torch.Tensor) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.region, ctx.pair = region, pair
-        ctx.rng = ForkedRNG.state(region.device) if region.has_draws else None
-        outputs, kept = region.run_forward(pair, args)
-        ctx.kept_numbers = [None if isinstance(x, torch.Tensor) else x for x in kept]
-        _keep(ctx, args, [x for x in kept if isinstance(x, torch.Tensor)])
+        _start(ctx, region)
+        ctx.pair = pair
+        ctx.kept = region.keep(args, pair)
+        outputs, saved = region.run_forward(pair, args)
+        ctx.in_torch = saved is None  # gradients as well, of what torch has computed
+        ctx.save_for_backward(*saved or ())
         ctx.shapes = [(o.shape, o.dtype, o.device) for o in outputs]
-        ctx.positions = region.outputs_by_position
-        if region.not_differentiable:
-            ctx.mark_non_differentiable(*[outputs[i] for i in region.not_differentiable])
-        return tuple(outputs)
+        return _end(ctx, outputs)
 
+    # a gradient asked for between two regions arrives while Dynamo watches, which must not compile this
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, *incoming: torch.Tensor | None) -> Any:
-        region = ctx.region
-        arrived = {ctx.positions[p]: g for p, g in enumerate(incoming) if g is not None}
+        arrived = _arrived(ctx, incoming)
+        region, pair = ctx.region, ctx.pair
         if not arrived:
             return (None, None, None, *([None] * len(region.wanted)))
-        if torch.is_grad_enabled():
-            found = region.recompute(_kept(ctx), ctx.rng, arrived, create_graph=True)
+        kept = ctx.kept
+        if not _keeps_graph():
+            ctx.kept = None
+        if torch.is_grad_enabled() or ctx.in_torch:
+            found = region.recompute(kept, ctx.rng, arrived, create_graph=torch.is_grad_enabled())
             return (None, None, None, *found)
-        tensors = iter(ctx.saved_tensors[ctx.n_tensors :])
-        kept = [next(tensors) if number is None else number for number in ctx.kept_numbers]
         by_output = {ctx.positions[p]: p for p in ctx.positions}
         tangents = []
         for output in sorted(by_output):
@@ -121,9 +137,15 @@ class PairStep(torch.autograd.Function):
                 shape, dtype, device = ctx.shapes[by_output[output]]
                 gradient = torch.zeros(shape, dtype=dtype, device=device)
             tangents.append(gradient)
-        found = region.run_backward(ctx.pair, kept, tangents)
-        if not ctx.pair.verified:
-            region.first_run.check_backward(_kept(ctx), ctx.rng, arrived, found, ctx.pair.backward.half)
-            ctx.pair.verified = True
+        found = region.run_backward(pair, pair.inputs(kept.args, ctx.saved_tensors, kept.copies), tangents, arrived)
+        if not pair.verified:
+            found, pair.verified = region.first_run.check_backward(
+                pair.backward,
+                kept.inputs(arrived),
+                ctx.rng,
+                arrived,
+                found,
+                lambda args: region.run_pair(pair, args, tangents, arrived),
+            )
         region.learn_from(arrived)
         return (None, None, None, *found)

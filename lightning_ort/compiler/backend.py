@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import fx
 
-from lightning_ort.compiler.executable import Executable
+from lightning_ort.compiler.checkpointing import as_in_eager
+from lightning_ort.compiler.executors.executable import Executable
+from lightning_ort.compiler.loss_scale import LossScaling
+from lightning_ort.compiler.placement import source_line
 from lightning_ort.compiler.plan import Fallback
 from lightning_ort.compiler.region import Region
-from lightning_ort.compiler.scaling import LossScaling
-from lightning_ort.compiler.sources import source_line
 from lightning_ort.compiler.trace import Untraceable
+from lightning_ort.compiler.user_errors import Located
 from lightning_ort.environment import require_onnxruntime
 from lightning_ort.errors import UnsupportedError
 from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.runtime.providers import choose_providers
+from lightning_ort.validation import choice, flag, shown
 
 __all__ = ["ORTBackend", "backend"]
 
@@ -48,14 +51,27 @@ class ORTBackend:
     on_graph: Callable[[Executable], None] = lambda executable: None
     on_fallback: Callable[[Sequence[Fallback]], None] = lambda fallbacks: None
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.config, RuntimeConfig):
+            raise TypeError(f"config={shown(self.config)}: expected a RuntimeConfig.")
+        choice("on_unsupported", self.on_unsupported, get_args(OnUnsupported))
+        flag("verify", self.verify)
+        for name, value in (("on_graph", self.on_graph), ("on_fallback", self.on_fallback)):
+            if not callable(value):
+                raise TypeError(f"{name}={shown(value)}: expected a function.")
+        if self.scaling is not None and not isinstance(self.scaling, LossScaling):
+            raise TypeError(f"scaling={shown(self.scaling)}: expected a LossScaling, or None.")
+
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         require_onnxruntime()
         if not any(n.op.startswith("call") for n in graph.graph.nodes):
             return graph.forward
+        as_in_eager(graph)
+        _ = graph.code  # written now: a module that writes it when it is called prints it on errors
         try:
             device = _device(graph, example_inputs)
             choose_providers(device, self.config.providers, self.config.provider_options)
-            return Region(
+            region = Region(
                 graph,
                 example_inputs,
                 self.config,
@@ -64,6 +80,7 @@ class ORTBackend:
                 verify=self.verify,
                 on_compiled=self._compiled,
             )
+            return Located(graph, region, device)
         except Untraceable as reason:
             lines = [source_line(n) for n in graph.graph.nodes if n.op == "call_function"]
             fallback = Fallback("the whole region", str(reason), lines[-1] if lines else "")
@@ -71,7 +88,7 @@ class ORTBackend:
                 self._fallback([fallback])
             except UnsupportedError as error:
                 return _raising(error)
-            return graph.forward
+            return Located(graph, graph.forward, torch.device("cpu"))
         except Exception as error:
             # Dynamo would wrap it in an exception of its own; raised at the call it keeps its type
             return _raising(error)
@@ -117,5 +134,23 @@ def backend(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any)
     Options: ``providers``, ``provider_options``, ``session_options``, ``placement``, ``on_unsupported``, ``verify``.
     """
     options = dict(kwargs.get("options") or {})
-    config = {k: options.pop(k) for k in _CONFIG if k in options}
-    return ORTBackend(RuntimeConfig(**config), **options)(graph, example_inputs)
+    try:
+        made = _from_options(options)
+    except Exception as error:
+        # Dynamo would wrap it in an exception of its own
+        return _raising(error)
+    return made(graph, example_inputs)
+
+
+def _from_options(options: dict[str, Any]) -> ORTBackend:
+    known = [*_CONFIG, "on_unsupported", "verify"]
+    unknown = [key for key in options if key not in known]
+    if unknown:
+        raise ValueError(
+            f"torch.compile(..., options=...) has {', '.join(map(repr, unknown))}. Options of backend='lightning_ort': "
+            f"{', '.join(known)}."
+        )
+    require_onnxruntime()
+    config = RuntimeConfig(**{k: options[k] for k in _CONFIG if k in options})
+    config.check()
+    return ORTBackend(config, **{k: options[k] for k in ("on_unsupported", "verify") if k in options})

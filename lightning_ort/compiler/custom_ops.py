@@ -7,10 +7,20 @@ needs. The implementations here are for torch; ONNX Runtime gets a ``Scan``. Sha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-__all__ = ["gru_steps", "gru_steps_backward", "lstm_steps", "lstm_steps_backward", "rnn_steps", "rnn_steps_backward"]
+__all__ = [
+    "gru_steps",
+    "gru_steps_backward",
+    "lstm_steps",
+    "lstm_steps_backward",
+    "max_pool_backward",
+    "rnn_steps",
+    "rnn_steps_backward",
+]
 
 
 def _order(steps: int, reverse: bool) -> range:
@@ -185,3 +195,27 @@ def rnn_steps_backward(
 @rnn_steps_backward.register_fake
 def _(grad: Tensor, outputs: Tensor, weight: Tensor, relu: bool, reverse: bool) -> tuple[Tensor, Tensor]:
     return grad.new_empty(grad.shape), grad.new_empty(grad.shape[1:])
+
+
+aten = torch.ops.aten
+
+
+@torch.library.custom_op("lightning_ort::max_pool_backward", mutates_args=())
+def max_pool_backward(grad: Tensor, x: Tensor, kernel: Sequence[int]) -> Tensor:
+    """Each entry of ``grad`` at the first largest element of its window.
+
+    Args:
+        grad: (batch, channels, *positions).
+        x: what was pooled, (batch, channels, *sizes).
+        kernel: sizes of the window, which moves by as much.
+    """
+    rank, kernel = len(kernel), list(kernel)
+    forward = aten.max_pool2d_with_indices if rank == 2 else aten.max_pool3d_with_indices
+    backward = aten.max_pool2d_with_indices_backward if rank == 2 else aten.max_pool3d_with_indices_backward
+    indices = forward(x, kernel, kernel)[1]
+    return backward(grad, x, kernel, kernel, [0] * rank, [1] * rank, False, indices)
+
+
+@max_pool_backward.register_fake
+def _(grad: Tensor, x: Tensor, kernel: Sequence[int]) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import re
+import sysconfig
+import threading
+import time
 import types
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
+from torch._dynamo import utils as dynamo_utils
+from torch._dynamo.callback import callback_handler
 
-__all__ = ["DYNAMO_SETTINGS", "no_fast_path", "with_own_code"]
+from lightning_ort.report import GraphBreak, InTorch, StepReport
+
+__all__ = ["DYNAMO_SETTINGS", "DynamoObserver", "no_fast_path", "with_own_code"]
 
 DYNAMO_SETTINGS = {
     # a counter attribute would otherwise be compiled for each of its values
     "allow_unspec_int_on_nn_module": True,
     # by default Dynamo leaves recurrent networks to torch, because it unrolls them
     "allow_rnn": True,
+    # a function that Dynamo fails at is left to Python, which raises the user's own error at the user's own line
+    "suppress_errors": True,
 }
 """Settings of ``torch._dynamo.config`` while steps run."""
 
@@ -48,3 +60,191 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     copy.__dict__.update(original.__dict__)
     owner = getattr(function, "__self__", None)
     return copy if owner is None else types.MethodType(copy, owner)
+
+
+# Dynamo tells these things to its own log files only; this module is the one place that reads its records.
+
+
+_LIBRARIES = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))
+
+
+class DynamoObserver(logging.Handler):
+    """Enters what Dynamo does into the report of the step that is running.
+
+    Args:
+        current: gives the report of the running step, or ``None`` while none is.
+        announce: called with a text when a compilation has been going on for a second, and when it is over.
+
+    Attributes:
+        compilations: how often Dynamo has begun to compile.
+        failures: how often it has found that it cannot.
+    """
+
+    _LOGGER = "torch._dynamo.convert_frame"
+    _FAILURES: ClassVar = {
+        _LOGGER: "WON'T CONVERT",
+        "torch._subclasses.fake_tensor": "failed while attempting to run meta",
+    }
+    """loggers to how their accounts begin of code that Dynamo cannot compile and leaves to Python, over many lines"""
+
+    def __init__(self, current: Callable[[], StepReport | None], announce: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._current, self._announce = current, announce
+        self._started: float | None = None
+        self._timer: threading.Timer | None = None
+        self._announced = False
+        self._last_metrics: Any = None
+        self._silence = {name: _Silence(beginning, self._count) for name, beginning in self._FAILURES.items()}
+        self.compilations = 0
+        self.failures = 0
+
+    def install(self) -> None:
+        """Start watching."""
+        callback_handler.register_start_callback(self._on_start)
+        callback_handler.register_end_callback(self._on_end)
+        logging.getLogger(self._LOGGER).addHandler(self)
+        for name, silence in self._silence.items():
+            logging.getLogger(name).addFilter(silence)
+        self._breaks = len(dynamo_utils.graph_break_reasons)
+        self._last_metrics = self._newest_metrics()
+
+    def remove(self) -> None:
+        """Stop watching."""
+        for callbacks, mine in (
+            (callback_handler.start_callbacks, self._on_start),
+            (callback_handler.end_callbacks, self._on_end),
+        ):
+            if mine in callbacks:
+                callbacks.remove(mine)
+        logging.getLogger(self._LOGGER).removeHandler(self)
+        for name, silence in self._silence.items():
+            logging.getLogger(name).removeFilter(silence)
+
+    def _count(self) -> None:
+        self.failures += 1
+
+    def collect(self) -> None:
+        """Enter what Dynamo recorded since the last call; to be called when a step has ended."""
+        report = self._current()
+        if report is None:
+            return
+        reasons = dynamo_utils.graph_break_reasons
+        if len(reasons) < self._breaks:  # cleared by torch.compiler.reset
+            self._breaks = 0
+        for reason in reasons[self._breaks :]:
+            entry = GraphBreak(_why(str(reason.reason)), _users_line(reason.user_stack))
+            if entry.source and entry not in report.graph_breaks:
+                report.graph_breaks.append(entry)
+        self._breaks = len(reasons)
+        for metrics in self._metrics_since():
+            self._enter_failure(report, metrics)
+            if metrics.recompile_reason:
+                report.recompilations.append(f"{metrics.co_name}: {_summary(metrics.recompile_reason)}")
+
+    @staticmethod
+    def _enter_failure(report: StepReport, metrics: Any) -> None:
+        """A function that Dynamo leaves to Python as a whole; what it calls may still be compiled."""
+        where = str(metrics.co_filename or "")
+        if not metrics.fail_reason or not where or where.startswith(_LIBRARIES):
+            return
+        resumed = re.match(r"torch_dynamo_resume_in_(\w+)_at_(\d+)", metrics.co_name)
+        entry = InTorch(
+            what="{} from line {} on, as a whole".format(*resumed.groups())
+            if resumed
+            else f"{metrics.co_name} as a whole",
+            reason="Dynamo cannot compile a part of it, as where the graph breaks inside of a loop or a with block: "
+            f"{_why(metrics.fail_reason)}",
+            source=f"{where}:{metrics.co_firstlineno}",
+        )
+        if entry not in report.in_torch:
+            report.in_torch.append(entry)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Dynamo gives up a function after too many recompilations, and says so in a warning."""
+        message = record.getMessage()
+        report = self._current()
+        if report is None or "torch._dynamo hit config." not in message:
+            return
+        lines = [line.strip() for line in message.splitlines()]
+        entry = InTorch(
+            what=next((x.removeprefix("function: ") for x in lines if x.startswith("function: ")), "a function"),
+            reason="it changed too often: "
+            + next((x.removeprefix("last reason: ") for x in lines if x.startswith("last reason: ")), lines[0]),
+            source="",
+        )
+        if entry not in report.in_torch:
+            report.in_torch.append(entry)
+
+    def _on_start(self, args: Any) -> None:
+        self.compilations += 1
+        report = self._current()
+        self._started = time.perf_counter()
+        if report is not None:
+            text = f"Compiling {report.name} for ONNX Runtime ..."
+            self._announced = False
+            self._timer = threading.Timer(1.0, self._announce_start, [text])
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _announce_start(self, text: str) -> None:
+        self._announced = True
+        self._announce(text)
+
+    def _on_end(self, args: Any) -> None:
+        if self._started is None:
+            return
+        seconds, self._started = time.perf_counter() - self._started, None
+        report = self._current()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if report is not None:
+            report.compile_seconds += seconds
+            if self._announced:
+                self._announce(f"Compiled {report.name} in {seconds:.1f} s.")
+
+    @staticmethod
+    def _newest_metrics() -> Any:
+        records = dynamo_utils._compilation_metrics
+        return records[-1] if records else None
+
+    def _metrics_since(self) -> list[Any]:
+        fresh: list[Any] = []
+        for metrics in reversed(dynamo_utils._compilation_metrics):
+            if metrics is self._last_metrics:
+                break
+            fresh.append(metrics)
+        self._last_metrics = self._newest_metrics()
+        return fresh[::-1]
+
+
+class _Silence(logging.Filter):
+    """Keeps messages that begin like this from the log: what comes of them is in the report, or is raised."""
+
+    def __init__(self, beginning: str, on_message: Callable[[], None]) -> None:
+        super().__init__()
+        self._beginning, self._on_message = beginning, on_message
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not record.getMessage().startswith(self._beginning):
+            return True
+        self._on_message()
+        return False
+
+
+def _summary(text: str) -> str:
+    """The first line that says something."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), text)
+
+
+def _why(text: str) -> str:
+    """Dynamo's explanation of a graph break: the reason we gave when we put something outside, or its own summary."""
+    match = re.search(r"disabled function .* with the reason: (.+?)\.?$|Reason: (.+)|reason: (.+)", text, re.MULTILINE)
+    found = next((g for g in match.groups() if g), None) if match else None
+    return found.strip().rstrip(")") if found and found != "None" else _summary(text)
+
+
+def _users_line(stack: Sequence[Any]) -> str:
+    """The innermost line that is not in a library; empty when there is none."""
+    frame = next((f for f in reversed(stack) if not f.filename.startswith(_LIBRARIES)), None)
+    return f"{frame.filename}:{frame.lineno}: {frame.line}" if frame else ""

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from lightning_ort.compiler.checking import ForkedRNG, Results, compare, evaluate
-from lightning_ort.compiler.executable import Executable
-from lightning_ort.compiler.surroundings import Surroundings, drawing_as_traced
+from lightning_ort.compiler.executors.executable import Executable
+from lightning_ort.compiler.global_state import Surroundings, drawing_as_traced
+from lightning_ort.compiler.reference import ForkedRNG, evaluate
+from lightning_ort.compiler.rounding import RoundingNoise
 from lightning_ort.errors import MismatchError
 from lightning_ort.runtime.memory import release_free_memory
+from lightning_ort.verification import Doubts, Mismatch, Results, find_mismatch, varied
 
 __all__ = ["FirstRun"]
 
 Incoming = Mapping[int, torch.Tensor | None]
 """Output number to incoming gradient; ``None`` stands for 1 (the loss)."""
+
+_ADVICE = (
+    "Nothing was updated. Please report it with the model; ORTStrategy(verify=False) would skip this check, and "
+    "Trainer(strategy='auto') trains in torch."
+)
 
 
 class FirstRun:
@@ -39,6 +46,11 @@ class FirstRun:
         self._names = _names(graph)
         self._done: set[int] = set()
         self._overflows: set[int] = set()
+        self._doubts = Doubts(_ADVICE)
+
+    def input_name(self, number: int) -> str:
+        """The user's name of an input."""
+        return self._names["inputs"][number]
 
     def is_due(self, executable: Executable) -> bool:
         """Whether ``executable`` has not been compared yet."""
@@ -47,7 +59,10 @@ class FirstRun:
     def run(
         self, executable: Executable, args: Sequence[Any], incoming: Incoming, scale: torch.Tensor | None
     ) -> list[torch.Tensor]:
-        """Results of ``executable``.
+        """Results of ``executable``, or those of torch where it cannot be told yet whether the former are right.
+
+        A difference that rounding does not explain is an error of the graph if it is there with other weights too, see
+        :class:`~lightning_ort.verification.Doubts`.
 
         Args:
             executable: the graph.
@@ -66,59 +81,99 @@ class FirstRun:
         results = executable.run(args if scale is None else [*args, scale])
         finite = None if executable.finite is None else bool(results[executable.finite])
         overflow = finite is not None and self._overflow(executable, reference, finite)
-        if overflow:
-            reference.gradients.clear()
         try:
             if not all(torch.equal(a, b) for a, b in zip(end, ForkedRNG.state(self._device), strict=True)):
                 raise MismatchError("the step draws other random numbers in ONNX Runtime than in torch")
-            reference.outputs = {i: o for i, o in reference.outputs.items() if executable.outputs[i] is not None}
-            got = Results(
-                {i: results[p] for i, p in enumerate(executable.outputs) if p is not None},
-                {i: results[p] for i, p in executable.gradients},
-                {i: results[p] for i, p in executable.updates},
-            )
-            precise = functools.partial(self._precise, args, incoming, start, scale)
-            compare(got, reference, self._names, precise, executable.half)
+            compared = dataclasses.replace(reference, gradients={}) if overflow else reference
+            mismatch = self._mismatch(executable, results, compared, args, incoming, start, scale)
+            if mismatch is not None:
+
+                def again(seed: int) -> Mismatch | None:
+                    other = varied(args, self._wanted, seed)
+                    with ForkedRNG(self._device, start):
+                        reference = self._evaluate(other, incoming, scale)
+                    with ForkedRNG(self._device, start):
+                        results = executable.run(other if scale is None else [*other, scale])
+                    return self._mismatch(executable, results, reference, other, incoming, start, scale)
+
+                self._doubts.settle(id(executable), mismatch, again)
+                _write(executable, args, reference, results)
         except MismatchError:
             ForkedRNG(self._device).restore(start)
             raise
-        if not overflow:
+        if not overflow and mismatch is None:
             self._done.add(id(executable))
-        del reference, got
+        del reference, compared
         release_free_memory()
         return results
+
+    def _mismatch(
+        self,
+        executable: Executable,
+        results: Sequence[torch.Tensor],
+        reference: Results,
+        args: Sequence[Any],
+        incoming: Incoming,
+        start: Sequence[torch.Tensor],
+        scale: torch.Tensor | None,
+    ) -> Mismatch | None:
+        given = {i: o for i, o in reference.outputs.items() if executable.outputs[i] is not None}
+        got = Results(
+            {i: results[p] for i, p in enumerate(executable.outputs) if p is not None},
+            {i: results[p] for i, p in executable.gradients},
+            {i: results[p] for i, p in executable.updates},
+        )
+        referee = _Referee(self, args, incoming, start, scale)
+        return find_mismatch(got, dataclasses.replace(reference, outputs=given), self._names, referee, executable.half)
 
     # a gradient asked for between two regions arrives while Dynamo watches, which must not compile the graph again
     @torch.compiler.disable
     def check_backward(
         self,
+        executable: Executable,
         args: Sequence[Any],
         start: Any,
         incoming: Mapping[int, torch.Tensor],
         got: Sequence[torch.Tensor | None],
-        half: Collection[torch.dtype],
-    ) -> None:
-        """Compare the first gradients of a backward graph, which rounds to the types ``half``, with torch's."""
-        with ForkedRNG(self._device, start):
-            reference = self._evaluate(args, incoming)
-        found = {i: g for i, g in zip(self._wanted, got, strict=True) if g is not None}
-        compare(
-            Results({}, found, {}),
-            Results({}, reference.gradients, {}),
-            self._names,
-            functools.partial(self._precise, args, incoming, start),
-            half,
-        )
+        again: Callable[[Sequence[Any]], Sequence[torch.Tensor | None]],
+    ) -> tuple[list[torch.Tensor | None], bool]:
+        """Gradients of a backward graph or, where it cannot be told whether those are right, torch's.
 
-    def _precise(
-        self, args: Sequence[Any], incoming: Incoming, start: Sequence[torch.Tensor], scale: torch.Tensor | None = None
-    ) -> Results | None:
-        """The same in float64, or ``None`` where the graph does not allow that."""
-        with ForkedRNG(self._device, start):
-            try:
-                return self._evaluate(args, incoming, scale, torch.float64)
-            except (RuntimeError, TypeError, ValueError):
-                return None
+        Args:
+            executable: the backward graph.
+            args: inputs of the region.
+            start: the random state of its run.
+            incoming: the gradients that arrived, by output number.
+            got: the gradients to check, one per wanted input.
+            again: computes them from other inputs of the region.
+
+        Returns:
+            The gradients, and whether they are the graph's.
+
+        Raises:
+            MismatchError: they are not torch's.
+        """
+
+        def compared(args: Sequence[Any], got: Sequence[torch.Tensor | None]) -> tuple[Results, Mismatch | None]:
+            with ForkedRNG(self._device, start):
+                reference = self._evaluate(args, incoming)
+            found = {i: g for i, g in zip(self._wanted, got, strict=True) if g is not None}
+            referee = _Referee(self, args, incoming, start, None)
+            wanted = Results({}, reference.gradients, {})
+            return wanted, find_mismatch(Results({}, found, {}), wanted, self._names, referee, executable.half)
+
+        wanted, mismatch = compared(args, got)
+        if mismatch is None:
+            return list(got), True
+
+        def differs(seed: int) -> Mismatch | None:
+            other = varied(args, self._wanted, seed)
+            with ForkedRNG(self._device, start):
+                found = again(other)
+            return compared(other, found)[1]
+
+        self._doubts.settle(id(executable), mismatch, differs)
+        return [wanted.gradients.get(i) for i in self._wanted], False
 
     def _evaluate(
         self,
@@ -126,11 +181,20 @@ class FirstRun:
         incoming: Incoming,
         scale: torch.Tensor | None = None,
         dtype: torch.dtype | None = None,
+        noise: RoundingNoise | None = None,
     ) -> Results:
         """torch's results; with a ``scale``, gradients are those of the scaled loss, unscaled where the graph does."""
         scaled = incoming if scale is None else dict.fromkeys(incoming, scale)
         with drawing_as_traced(self._graph, self._device):
-            results = evaluate(self._graph, args, scaled, self._wanted, dtype=dtype, surroundings=self._surroundings)
+            results = evaluate(
+                self._graph,
+                args,
+                scaled,
+                self._wanted,
+                dtype=dtype,
+                surroundings=self._surroundings,
+                noise=noise,
+            )
         if scale is None:
             return results
         wide = {i: g / scale for i, g in results.gradients.items() if args[i].dtype.itemsize >= 4}
@@ -149,16 +213,75 @@ class FirstRun:
         return True
 
 
+@dataclasses.dataclass(frozen=True)
+class _Referee:
+    """Computes one run of a region again."""
+
+    first_run: FirstRun
+    args: Sequence[Any]
+    incoming: Incoming
+    start: Any
+    scale: torch.Tensor | None
+
+    def evaluate(self, dtype: torch.dtype | None = None, noise: int | None = None) -> Results | None:
+        device = self.first_run._device
+        disturbed = None if noise is None else RoundingNoise(noise, device)
+        with ForkedRNG(device, self.start):
+            try:
+                return self.first_run._evaluate(self.args, self.incoming, self.scale, dtype, disturbed)
+            except (RuntimeError, TypeError, ValueError, NotImplementedError):
+                return None
+
+
+def _write(executable: Executable, args: Sequence[Any], source: Results, results: Sequence[torch.Tensor]) -> None:
+    """Put torch's results in the place of those of ``executable``; what only its backward graph reads stays."""
+    for i, p in enumerate(executable.outputs):
+        if p is not None:
+            results[p].copy_(source.outputs[i])
+    for i, p in executable.updates:
+        results[p].copy_(source.updates.get(i, args[i]))
+    for i, p in executable.gradients:
+        if i in source.gradients:
+            results[p].copy_(source.gradients[i])
+        else:
+            results[p].zero_()
+    if executable.finite is not None:
+        results[executable.finite].fill_(all(bool(torch.isfinite(g).all()) for g in source.gradients.values()))
+
+
 def _names(graph: fx.GraphModule) -> dict[str, dict[int, str]]:
     """Users' names of inputs (as gradients and as changed tensors) and outputs."""
-    inputs = {}
-    for i, node in enumerate(n for n in graph.graph.nodes if n.op == "placeholder"):
+    sources = []
+    for node in (n for n in graph.graph.nodes if n.op == "placeholder"):
         source = getattr(node, "_dynamo_source", None)
         name = source.name if source is not None else node.name
-        inputs[i] = str(name() if callable(name) else name)
+        sources.append(str(name() if callable(name) else name))
+    inputs = dict(enumerate(_as_users_write(sources)))
     results = graph.graph.output_node().args[0]
     return {
+        "inputs": inputs,
         "gradients": {i: f"the gradient of {n}" for i, n in inputs.items()},
         "updates": {i: f"the new value of {n}" for i, n in inputs.items()},
         "outputs": {i: f"output {i} ({getattr(r, 'name', r)})" for i, r in enumerate(results)},
     }
+
+
+_SOURCE = re.compile(r"([LG])\['(\w+)'\](.*)", re.DOTALL)
+_MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
+
+
+def _as_users_write(sources: Sequence[str]) -> list[str]:
+    """Turn ``L['self']._modules['net']._parameters['weight']`` and the like into ``net.weight``.
+
+    The name of a module is left out if it is the only local one, as it is in a method of that module.
+    """
+    parsed = [_SOURCE.fullmatch(s) for s in sources]
+    modules = {m[2] for m in parsed if m and m[1] == "L" and _MEMBER.match(m[3])}
+    names = []
+    for source, m in zip(sources, parsed, strict=True):
+        if m is None:
+            names.append(source)
+            continue
+        path = _MEMBER.sub(r".\1", m[3])
+        names.append(path[1:] if modules == {m[2]} and path.startswith(".") else m[2] + path)
+    return names

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from lightning_ort.compiler.aliases import input_views, same_storage
-from lightning_ort.compiler.executable import Executable
-from lightning_ort.compiler.sizes import Sizes
+from lightning_ort.compiler.executors.executable import Executable
+from lightning_ort.compiler.symbolic_shapes import Sizes
 
-__all__ = ["OutputLayout"]
+__all__ = ["InputView", "OutputLayout", "input_views", "overlap", "same_storage"]
 
 
 class OutputLayout:
@@ -78,3 +78,72 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
 
 def _detached_copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()
+
+
+@dataclasses.dataclass(frozen=True)
+class InputView:
+    """An output that torch would give as a view of input number ``source``."""
+
+    source: int
+    geometry: Callable[[Sequence[Any]], tuple[Any, ...]]
+    rank: int
+
+    def __call__(self, args: Sequence[Any]) -> torch.Tensor:
+        numbers = self.geometry(args)
+        size, stride, offset = numbers[: self.rank], numbers[self.rank : 2 * self.rank], numbers[-1]
+        return args[self.source].as_strided(size, stride, offset)
+
+
+def same_storage(a: Any, b: Any) -> bool:
+    """Whether two tensors, fake ones too, lie in the same memory."""
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return False
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+def input_views(graph: fx.GraphModule, sizes: Sizes) -> dict[int, InputView]:
+    """Output number to the view it is, for Dynamo's ``graph``."""
+    placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    examples = [n.meta.get("example_value") for n in placeholders]
+    views = {}
+    for i, result in enumerate(graph.graph.output_node().args[0]):
+        val = result.meta.get("example_value") if isinstance(result, fx.Node) else None
+        if not isinstance(val, torch.Tensor):
+            continue
+        for j, example in enumerate(examples):
+            if same_storage(val, example) and val.dtype == example.dtype:
+                geometry = sizes.evaluator([*val.shape, *val.stride(), val.storage_offset()])
+                views[i] = InputView(j, geometry, val.dim())
+                break
+    return views
+
+
+def overlap(tensors: Sequence[Any], changed: Sequence[int]) -> bool:
+    """Whether one of ``tensors`` that is ``changed``, by number, may share memory with another one."""
+    if not changed:
+        return False
+    storages = [x.untyped_storage()._cdata if isinstance(x, torch.Tensor) else None for x in tensors]
+    written = {storages[i] for i in changed}
+    if len(written) == len(changed) and sum(key in written for key in storages) == len(changed):
+        return False
+    ranges = [_range(x) if key in written else None for key, x in zip(storages, tensors, strict=True)]
+    for i in changed:
+        for j, key in enumerate(storages):
+            if key != storages[i] or j == i:
+                continue
+            one, other = ranges[i], ranges[j]
+            if one is None or other is None or (one[0] < other[1] and other[0] < one[1]):
+                return True
+    return False
+
+
+def _range(x: torch.Tensor) -> tuple[int, int] | None:
+    """First and last byte in the storage of ``x``; ``None`` where sizes are symbolic."""
+    numbers = [*x.shape, *x.stride(), x.storage_offset()]
+    if not all(isinstance(n, int) for n in numbers):
+        return None
+    if not x.numel():
+        return 0, 0
+    first = int(x.storage_offset())
+    last = first + sum((size - 1) * int(stride) for size, stride in zip(x.shape, x.stride(), strict=True))
+    return first * x.itemsize, (last + 1) * x.itemsize

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import operator
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
+import torch
 from torch import fx
 
-from lightning_ort.compiler.numbers import is_number
+from lightning_ort.compiler.symbolic_shapes import is_number
+from lightning_ort.runtime.config import RuntimeConfig
+from lightning_ort.runtime.providers import choose_providers
 
-__all__ = ["Placement", "Segment"]
+__all__ = ["SMALL", "Placement", "Segment", "better_in_torch", "is_of_nothing", "operations", "source_line"]
 
 
 @dataclasses.dataclass
@@ -132,3 +138,167 @@ def _reaches_other_stage(number: fx.Node, stage: dict[fx.Node, int], level: int)
         _reaches_other_stage(user, stage, level) if is_number(user) else stage.get(user, -1) != level
         for user in number.users
     )
+
+
+aten = torch.ops.aten
+
+SMALL = 2e7
+"""Operations below which a second thread costs more than it gains: waking it takes as long as the work (measured on
+networks of 1 to 80 million operations, 2 cores)."""
+
+
+def operations(nodes: Iterable[fx.Node]) -> float:
+    """Floating-point operations of the products and convolutions, plus one per entry of every other result."""
+    return sum(_operations(node) for node in nodes)
+
+
+def _operations(node: fx.Node) -> float:
+    val = node.meta.get("val")
+    if node.target is aten.convolution_backward.default:
+        # the weight's gradient takes as much as the forward pass, and so does the image's
+        return sum(node.args[-1][:2]) * _convolution(_fake(node.args[0]), _fake(node.args[2]), node.args[7])
+    if node.op != "call_function" or not isinstance(val, torch.Tensor):
+        return 0.0
+    size = _entries(val)
+    if node.target in (aten.mm.default, aten.bmm.default):
+        return 2 * size * _hint(_fake(node.args[0]).shape[-1])
+    if node.target in (aten.addmm.default, aten.baddbmm.default):
+        return 2 * size * _hint(_fake(node.args[1]).shape[-1])
+    if node.target is aten.convolution.default:
+        return _convolution(val, _fake(node.args[1]), node.args[6])
+    return size
+
+
+def _convolution(result: torch.Tensor, weight: torch.Tensor, transposed: Any) -> float:
+    # each entry of the result sums over a filter; in a transposed convolution the weight's second size are the results
+    filters = _hint(weight.shape[1 if transposed else 0])
+    return 2 * _entries(result) * _entries(weight) / max(filters, 1)
+
+
+def _fake(argument: Any) -> torch.Tensor:
+    return argument.meta["val"]
+
+
+def _entries(fake: torch.Tensor) -> float:
+    return math.prod((_hint(size) for size in fake.shape), start=1.0)
+
+
+def _hint(size: Any) -> int:
+    """A size, or for a symbolic one that of the batch it was first seen with."""
+    if isinstance(size, torch.SymInt):
+        return int(size.node.hint) if size.node.has_hint() else 1
+    return int(size)
+
+
+def source_line(node: fx.Node) -> str:
+    """``file:line, code`` of the user's call behind an fx node, or an empty string."""
+    trace = node.meta.get("stack_trace") or ""
+    lines = [line.strip() for line in trace.splitlines()]
+    for i in range(len(lines) - 1, -1, -1):
+        match = re.match(r'File "(.+)", line (\d+), in (\S+)', lines[i])
+        if match:
+            code = lines[i + 1] if i + 1 < len(lines) else ""
+            return f"{match[1]}:{match[2]}: {code}"
+    return ""
+
+
+_BACKWARD = aten.convolution_backward.default
+
+_LARGE, _GROUPED = 1e7, 0.1
+"""Operations of a convolution from which oneDNN's lead is more than leaving a session and entering the next one costs:
+it was 1.1 to 2 times as fast there, 2.5 to 3.5 times with groups (stacks of four layers, forward and backward, batch
+16 to 32, 8 to 128 channels, 8x8 to 64x64 pixels, 2 cores). A convolution of single pixels is a matrix product, in which
+ONNX Runtime is the faster one or as fast."""
+_LARGE_ON_GPU = 1e9
+"""Operations of a convolution from which its gradient is placed in torch on a GPU. An estimate, not measured: ONNX
+Runtime has no kernels for these gradients, and its other operators copy each image once per pixel of the filter."""
+
+
+_RANKED = {
+    aten.topk.default, aten.kthvalue.default, aten.median.dim, aten.nanmedian.dim, aten.sort.default, aten.sort.stable,
+}  # fmt: skip
+
+
+def better_in_torch(graph: fx.Graph, config: RuntimeConfig, device: torch.device) -> set[fx.Node]:
+    """Calls of ``graph`` to place in torch for speed, for their choice among equals, or because there is nothing to do.
+
+    ONNX Runtime's kernels, and the rewriting that it does before it runs them, are not made for tensors without entries
+    (an ``Expand`` to no rows is left out, say), and a session for none would be made in vain.
+
+    Which of several equal numbers is the k-th is up to the algorithm; positions, and the gradients that go there, are
+    torch's with torch's own. Where only the values are read, and where a sort is stable, there is nothing to choose.
+
+    On the CPU, those for speed are large convolutions in float32, forward and backward: torch's come from oneDNN, which
+    computes in blocked layouts, and ONNX Runtime has kernels like that for constant weights only. On a GPU they are
+    the gradients of still larger ones, for which torch has those of cuDNN.
+    """
+    if config.placement != "fastest":
+        return set()
+    ranked = {n for n in graph.nodes if n.target in _RANKED and _chooses_among_equals(n)}
+    anyway = ranked | {n for n in graph.nodes if is_of_nothing(n)}
+    if device.type == "cuda":
+        return anyway | {n for n in graph.nodes if _is_for_cudnn(n)}
+    if not _has_onednn():
+        return anyway
+    (first, _), *_ = choose_providers(device, config.providers, config.provider_options)
+    if first != "CPUExecutionProvider":
+        return anyway
+    return anyway | {n for n in graph.nodes if _is_large_convolution(n, _LARGE)}
+
+
+def is_of_nothing(node: fx.Node) -> bool:
+    """Whether all that ``node`` gives, or what it reads first, is known to have no entries.
+
+    Some operators have results and arguments by the side that are empty, such as BatchNorm's saved statistics.
+    """
+    if node.op != "call_function" or is_number(node) or node.target is operator.getitem:
+        return False
+    given, read = _tensors([node]), _tensors(node.all_input_nodes[:1])
+    return (bool(given) and all(map(_is_empty, given))) or any(map(_is_empty, read))
+
+
+def _tensors(nodes: Sequence[fx.Node]) -> list[torch.Tensor]:
+    vals = [n.meta.get("val") for n in nodes]
+    flat = [t for v in vals for t in (v if isinstance(v, (tuple, list)) else [v])]
+    return [t for t in flat if isinstance(t, torch.Tensor)]
+
+
+def _is_empty(tensor: torch.Tensor) -> bool:
+    return any(isinstance(n, int) and n == 0 for n in tensor.shape)
+
+
+def _chooses_among_equals(node: fx.Node) -> bool:
+    """Whether positions that ``node`` gives are read, and are not settled by its definition."""
+    x = node.args[0].meta["val"]
+    if x.dim() == 0 or node.kwargs.get("stable"):
+        return False
+    return any(user.target is operator.getitem and user.args[1] == 1 and user.users for user in node.users)
+
+
+def _is_for_cudnn(node: fx.Node) -> bool:
+    """Whether ONNX Runtime has no kernel for a convolution on a GPU: for gradients, and in bfloat16."""
+    if node.target not in (aten.convolution.default, _BACKWARD):
+        return False
+    dtype = node.all_input_nodes[0].meta["val"].dtype
+    if dtype.itemsize < 4:
+        return node.target is _BACKWARD or dtype == torch.bfloat16
+    return node.target is _BACKWARD and _is_large_convolution(node, _LARGE_ON_GPU)
+
+
+def _has_onednn() -> bool:
+    return torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
+
+
+def _is_large_convolution(node: fx.Node, large: float) -> bool:
+    if node.target is aten.convolution.default:
+        weight, groups = node.args[1], node.args[8]
+    elif node.target is _BACKWARD:
+        weight, groups = node.args[2], node.args[9]
+    else:
+        return False
+    if not isinstance(groups, int):  # a number of channels that changes
+        return False
+    tensors = [a.meta["val"] for a in node.args if isinstance(a, fx.Node) and not is_number(a)]
+    if any(t.dtype != torch.float32 for t in tensors) or math.prod(weight.meta["val"].shape[2:]) == 1:
+        return False
+    return operations([node]) >= (large if groups == 1 else large * _GROUPED)

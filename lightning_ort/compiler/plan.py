@@ -15,17 +15,22 @@ from torch import fx
 
 from lightning_ort.compiler.allocation import allocator
 from lightning_ort.compiler.lowering import GraphBuilder, NotLowered
-from lightning_ort.compiler.numbers import is_number
+from lightning_ort.compiler.lowering.builder import dtype_of
 from lightning_ort.compiler.passes import optimize, save_memory
-from lightning_ort.compiler.placement import Placement, Segment
-from lightning_ort.compiler.preference import faster_in_torch
-from lightning_ort.compiler.sizes import Sizes
-from lightning_ort.compiler.sources import source_line
+from lightning_ort.compiler.placement import (
+    SMALL,
+    Placement,
+    Segment,
+    better_in_torch,
+    is_of_nothing,
+    operations,
+    source_line,
+)
+from lightning_ort.compiler.symbolic_shapes import Sizes, UnknownSize, is_number
 from lightning_ort.compiler.trace import Untraceable
-from lightning_ort.compiler.work import SMALL, operations
 from lightning_ort.runtime.config import RuntimeConfig
-from lightning_ort.runtime.dtypes import is_supported
 from lightning_ort.runtime.session import OrtSession
+from lightning_ort.runtime.tensors import is_supported
 
 __all__ = ["Fallback", "Plan"]
 
@@ -55,7 +60,7 @@ class Plan:
 
     Attributes:
         fallbacks: what runs in torch because it has to, and why.
-        preferred: operators that run in torch because they are faster there, one entry per call.
+        preferred: operators that run in torch by choice, one entry per call.
         on_cpu: types of the ONNX operators that the CPU executes in a plan for a GPU, one entry per node.
     """
 
@@ -71,26 +76,55 @@ class Plan:
         self._config, self._device = config, device
         self._sizes = Sizes(self._inputs)
         self._reasons: dict[fx.Node, str] = {}
+        self._numbers: list[Callable[[Sequence[Any]], tuple[Any, ...]]] = []
         self.on_cpu: list[str] = []
-        self._faster = faster_in_torch(module.graph, config, device)
+        self._preferred = better_in_torch(module.graph, config, device)
         self._place()
-        self.preferred = [str(n.target) for n in self._faster]
+        self.preferred = [str(n.target) for n in self._preferred if not is_of_nothing(n)]
         self.fallbacks = [Fallback(str(n.target), reason, source_line(n)) for n, reason in self._reasons.items()]
         # the graph with its fake tensors is as large in memory as the weights of a small network
-        del self._module, self._inputs, self._outputs, self._reasons, self._faster
+        del self._module, self._inputs, self._outputs, self._reasons, self._preferred
 
     def _place(self) -> None:
         """Cut into segments and compile them, moving what turns out not to work in ONNX Runtime to torch."""
         while True:
-            segments = Placement(self._module.graph, self._outputs, self._reasons.keys() | self._faster).segments()
+            segments = Placement(self._module.graph, self._outputs, self._reasons.keys() | self._preferred).segments()
             try:
                 self._steps = self._compile(segments)
                 return
             except _Rejected as rejected:
-                if rejected.node.target is torch.ops.aten.as_strided.default:
-                    # it reads memory as eager laid it out, and a segment's tensors lie otherwise
-                    raise Untraceable(rejected.reason) from rejected
-                self._reasons[rejected.node] = rejected.reason
+                self._take_out(rejected)
+
+    def _take_out(self, rejected: _Rejected) -> None:
+        """Have a node computed elsewhere; each rejection takes one more out of ONNX Runtime, or ends the compilation.
+
+        Raises:
+            Untraceable: torch cannot compute that node by itself either.
+        """
+        node, reason = rejected.node, rejected.reason
+        if is_number(node) and node.op == "call_function":
+            self._compute_ahead(node, reason)
+            return
+        # as_strided reads memory as eager laid it out, and a segment's tensors lie otherwise
+        strided = node.target is torch.ops.aten.as_strided.default
+        if strided or node.op != "call_function" or node in self._reasons or node in self._preferred:
+            raise Untraceable(reason) from rejected
+        self._reasons[node] = reason
+
+    def _compute_ahead(self, number: fx.Node, reason: str) -> None:
+        """Make ``number`` a further input, computed before each run from the sizes of the others."""
+        try:
+            evaluator = self._sizes.evaluator([number.meta["val"]])
+        except UnknownSize:
+            raise Untraceable(reason) from None
+        graph = self._module.graph
+        with graph.inserting_before(next(iter(graph.nodes))):
+            ahead = graph.placeholder(f"{number.name}_ahead")
+        ahead.meta["val"] = number.meta["val"]
+        number.replace_all_uses_with(ahead)
+        graph.eliminate_dead_code()
+        self._inputs.append(ahead)
+        self._numbers.append(evaluator)
 
     # -- compilation ----------------------------------------------------------------------------------------------
 
@@ -142,8 +176,7 @@ class Plan:
     def _ort_step(self, segment: Segment, slots: Slots, written: Slots) -> Callable[[list[Any]], None]:
         session, inputs = self._session(segment)
         reads, writes = [slots[n] for n in inputs], [written[n] for n in segment.outputs]
-        numbers = {slots[n]: torch.int64 if isinstance(n.meta["val"], (torch.SymInt, int)) else torch.float64
-                   for n in inputs if is_number(n)}  # fmt: skip
+        numbers = {slots[n]: dtype_of(n) for n in inputs if is_number(n)}
         ahead = set(self._outputs)
         inner = [n for n in segment.outputs if n not in ahead]
         if not inner and not numbers:
@@ -212,7 +245,7 @@ class Plan:
 
     def run(self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
         """Compute ``outputs`` (from :attr:`allocate`, or tensors like them) from ``inputs``."""
-        values = [*inputs, *outputs]
+        values = [*inputs, *[evaluate(inputs)[0] for evaluate in self._numbers], *outputs]
         if len(self._steps) == 1:
             self._steps[0](values)
             return

@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import fx
 
-__all__ = ["Sizes", "UnknownSize"]
+__all__ = ["Sizes", "UnknownSize", "is_number"]
 
 Number = Any  # int, float or their symbolic counterparts
 
@@ -98,3 +98,8 @@ def _expression(number: Number) -> Any:
             return expression
         return int(number) if isinstance(number, torch.SymInt) else float(expression)
     return number
+
+
+def is_number(node: fx.Node) -> bool:
+    """Whether ``node`` is a symbolic size or scalar, not a tensor."""
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool))

@@ -20,12 +20,13 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_f
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_ort.compiler import decompositions
-from lightning_ort.compiler.decompositions.composites import composites
-from lightning_ort.compiler.draws import DRAWS, layout_of
-from lightning_ort.compiler.scaled_loss import scale_fake, seed_of, unscaled
-from lightning_ort.compiler.surroundings import Surroundings, without_autocast
+from lightning_ort.compiler.checkpointing import CheckpointTracer, first_draws
+from lightning_ort.compiler.decompositions.registry import composites
+from lightning_ort.compiler.global_state import Surroundings, without_autocast
+from lightning_ort.compiler.loss_scale import scale_fake, seed_of, unscaled
+from lightning_ort.compiler.random import DRAWS, layout_of
 
-__all__ = ["Derivative", "Traced", "Untraceable", "fake_inputs", "trace"]
+__all__ = ["Derivative", "Traced", "Untraceable", "fake_inputs", "plain_kernels", "trace"]
 
 
 class Untraceable(Exception):
@@ -95,6 +96,7 @@ def trace(
     surroundings: Surroundings | None = None,
     *,
     scaled: bool = False,
+    native: bool = False,
 ) -> Traced:
     """Trace ``region`` and the gradients of the outputs numbered ``differentiated`` by all inputs that want one.
 
@@ -106,6 +108,8 @@ def trace(
         surroundings: what ``region`` is computed under; by default the present ones.
         scaled: multiply the loss by a further input, a float32 scalar, and divide its gradients by it; those of 16-bit
             inputs, which could vanish, stay multiplied.
+        native: keep torch's own operators, fused ones among them, instead of what is written for ONNX. Only random
+            ones are written as draws either way.
 
     Raises:
         Untraceable: a reason why this region is not a functional graph.
@@ -133,24 +137,29 @@ def trace(
         leaves = [local[i] for i in wanted]
         versions = [leaf._version for leaf in leaves]
         with settings.applied():
-            outputs = fx.Interpreter(region).run(*local)
+            outputs = CheckpointTracer(region).run(*local)
         if [leaf._version for leaf in leaves] != versions:
             raise Untraceable("a tensor that requires a gradient is changed in place")
         gradients: Sequence[Any] = ()
         finite = None
+        changes = [x._version for x in local if isinstance(x, torch.Tensor)]
         if wanted:
             roots = [outputs[i] for i in differentiated]
             seeds = [seed_of(roots[0], tangents[0])] if scaled else tangents
             with without_autocast():
                 gradients = torch.autograd.grad(roots, leaves, seeds or None, allow_unused=True)
+            if [x._version for x in local if isinstance(x, torch.Tensor)] != changes:
+                raise Untraceable(
+                    "layers under torch.utils.checkpoint change a buffer again when gradients are computed"
+                )
             if scaled:
                 gradients, finite = unscaled(gradients, tangents[0])
         left = [x if i not in wanted else None for i, x in enumerate(local)]
         flat = [*outputs, *gradients, *left, finite]
         return [x.detach() if isinstance(x, torch.Tensor) else x for x in flat]
 
-    module = _functional_graph(joint, list(fakes), tangent_fakes, grad=derivative is not Derivative.NONE)
-    return _signature(module, fakes, wanted, differentiated if tangent_fakes else ())
+    module = _functional_graph(joint, list(fakes), tangent_fakes, grad=derivative is not Derivative.NONE, native=native)
+    return _signature(module, fakes, wanted, differentiated if tangent_fakes else (), native)
 
 
 def _is_number(fake: Any) -> bool:
@@ -158,15 +167,18 @@ def _is_number(fake: Any) -> bool:
     return getattr(fake, "item_memo", None) is not None
 
 
-def _functional_graph(joint: Any, fakes: list[Any], tangents: list[Any], *, grad: bool) -> fx.GraphModule:
+def _functional_graph(joint: Any, fakes: list[Any], tangents: list[Any], *, grad: bool, native: bool) -> fx.GraphModule:
     mode = TracingContext.get().fake_mode
     assert mode is not None
+    # torch's own attention on a GPU draws in ways that no graph can follow
+    plain_attention = not native or any(isinstance(x, torch.Tensor) and x.device.type == "cuda" for x in fakes)
     plain = [x.detach() if isinstance(x, torch.Tensor) and not _is_number(x) else x for x in fakes]
     with contextlib.ExitStack() as stack:
         stack.enter_context(mode)
         stack.enter_context(enable_python_dispatcher())
-        stack.enter_context(composites())
-        stack.enter_context(_plain_kernels())
+        stack.enter_context(composites(native=native))
+        if plain_attention:
+            stack.enter_context(plain_kernels())
         stack.enter_context(fx.traceback.preserve_node_meta())
         # it would look for NaNs in tensors that have no values yet
         stack.enter_context(torch.autograd.set_detect_anomaly(False))
@@ -174,7 +186,7 @@ def _functional_graph(joint: Any, fakes: list[Any], tangents: list[Any], *, grad
         try:
             module = make_fx(
                 dispatch_functionalize(joint, FunctionalTensorMode()),
-                decomposition_table=decompositions.table(),
+                decomposition_table=decompositions.draws() if native else decompositions.table(),
                 tracing_mode="real",
                 _allow_non_fake_inputs=True,
             )(plain, tangents)
@@ -190,7 +202,7 @@ def _functional_graph(joint: Any, fakes: list[Any], tangents: list[Any], *, grad
 
 
 @contextlib.contextmanager
-def _plain_kernels() -> Iterator[None]:
+def plain_kernels() -> Iterator[None]:
     """Keep torch from choosing fused kernels that have no decomposition (attention, oneDNN, transformer fast path)."""
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -217,13 +229,16 @@ def _tangents(region: fx.GraphModule, outputs: Sequence[int]) -> list[torch.Tens
 
 
 def _signature(
-    module: fx.GraphModule, fakes: Sequence[Any], wanted: Sequence[int], differentiated: Sequence[int]
+    module: fx.GraphModule, fakes: Sequence[Any], wanted: Sequence[int], differentiated: Sequence[int], native: bool
 ) -> Traced:
     graph = module.graph
-    _forget_aliases(graph)
+    _forget_aliases(graph, native)
     draws = _draws_as_inputs(graph)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     inputs, tangents = placeholders[: len(fakes)], placeholders[len(fakes) : len(placeholders) - len(draws)]
+    for placeholder, fake in zip(inputs, fakes, strict=True):
+        if isinstance(fake, torch.nn.Parameter):
+            placeholder.meta["weight"] = True
     *flat, finite = graph.output_node().args[0]
     start = len(flat) - len(fakes) - len(wanted)
     outputs, gradients, left = flat[:start], flat[start : start + len(wanted)], flat[start + len(wanted) :]
@@ -246,14 +261,31 @@ def _signature(
     )
 
 
-def _forget_aliases(graph: fx.Graph) -> None:
-    """Replace copies and aliases by what they copy: in a functional graph they are the same value."""
+def _forget_aliases(graph: fx.Graph, native: bool) -> None:
+    """Replace copies and aliases by what they copy: in a functional graph they are the same value.
+
+    Copies that lie otherwise in memory mean something to native operators.
+    """
     aten = torch.ops.aten
     copies = {aten.alias.default, aten.clone.default, aten.detach.default, aten.lift_fresh_copy.default}
+    copies.add(aten.detach_.default)  # of constants that decompositions make
     for node in graph.nodes:
         if node.op == "call_function" and node.target in copies:
+            # those of inputs are the trace's own
+            means = native and node.target is aten.clone.default and node.args[0].op != "placeholder"
+            if means and _strides(node) != _strides(node.args[0]):
+                continue
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+
+
+def _strides(node: fx.Node) -> tuple[str, ...]:
+    # by name: a comparison of symbolic ones would be an assumption
+    return tuple(map(str, node.meta["val"].stride()))
+
+
+# tagged as random, but chosen only where nothing is dropped
+_UNDROPPED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def _draws_as_inputs(graph: fx.Graph) -> list[fx.Node]:
@@ -265,10 +297,20 @@ def _draws_as_inputs(graph: fx.Graph) -> list[fx.Node]:
     last: fx.Node | None = None
     for node in graph.find_nodes(op="placeholder"):
         last = node
-    for node in list(graph.nodes):
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        if torch.Tag.nondeterministic_seeded not in node.target.tags:
+    calls = [
+        n
+        for n in graph.nodes
+        if n.op == "call_function"
+        and isinstance(n.target, torch._ops.OpOverload)
+        and torch.Tag.nondeterministic_seeded in n.target.tags
+        and n.target is not _UNDROPPED
+    ]
+    repeated = first_draws(calls)
+    for node, first in repeated.items():
+        node.replace_all_uses_with(first)
+        graph.erase_node(node)
+    for node in calls:
+        if node in repeated:
             continue
         if node.target not in DRAWS:
             raise Untraceable(f"random operator {node.target} cannot be drawn ahead of the step")
@@ -288,13 +330,15 @@ def _draws_as_inputs(graph: fx.Graph) -> list[fx.Node]:
 def _divide_when_drawn(draw: fx.Node) -> None:
     """Let torch do what dropout does first, dividing its mask: otherwise the mask would lie in memory twice."""
     draw.meta["divisor"] = None
-    if len(draw.users) != 1:
+    users = list(draw.users)
+    if not users or len({(user.target, user.args) for user in users}) != 1:
         return
-    (user,) = draw.users
+    user = users[0]
     division = user.target in (torch.ops.aten.div.Tensor, torch.ops.aten.div.Scalar)
     if division and user.args[0] is draw and isinstance(user.args[1], float):
         if user.meta["val"].dtype != draw.meta["val"].dtype:
             return
         draw.meta["divisor"] = user.args[1]
-        user.replace_all_uses_with(draw)
-        draw.graph.erase_node(user)
+        for user in users:  # several where activations are computed again
+            user.replace_all_uses_with(draw)
+            draw.graph.erase_node(user)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_ort.export.callback import ORTExport
 from lightning_ort.export.export import ExportedModel, export_onnx
-from lightning_ort.export.trained import export_trained
+from lightning_ort.export.trained import ORTExport, export_trained
 
 __all__ = ["ExportedModel", "ORTExport", "export_onnx", "export_trained"]

@@ -10,15 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_ort.compiler.checking import difference, largest
 from lightning_ort.environment import require_onnxruntime
 from lightning_ort.errors import ExportError, MismatchError
-from lightning_ort.export.sizes import Axes, other_sizes, resized, sizes_of
+from lightning_ort.export.inputs import Axes, other_sizes, resized, sizes_of
+from lightning_ort.verification import FILE, difference, distance, largest
 
-__all__ = ["TOLERANCE", "check", "open_session"]
-
-TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-2}
-"""By how much an output may be off, as a share of its largest entry."""
+__all__ = ["check", "open_session"]
 
 
 def open_session(path: Path) -> Any:
@@ -47,7 +44,7 @@ def check(
         names: of the inputs.
         tensors: the sample.
         axes: sizes that stay open.
-        tolerance: instead of those in :data:`TOLERANCE`.
+        tolerance: instead of those in :data:`~lightning_ort.verification.FILE`.
 
     Returns:
         The largest difference as a share of the largest entry of its output, and the sizes that were compared. Sizes
@@ -83,7 +80,7 @@ def check(
         worst = 0.0
         for i, (name, result, reference) in enumerate(zip(outputs, got, expected, strict=True)):
             found, truth = torch.from_numpy(np.asarray(result)), reference.detach().cpu()
-            share = TOLERANCE.get(truth.dtype, 0.0) if tolerance is None else tolerance
+            share = FILE.get(truth.dtype, 0.0) if tolerance is None else tolerance
             scales[i] = max(scales[i], largest(truth))
             problem = difference(found, truth, allowed=share * scales[i])
             if problem is not None:
@@ -94,8 +91,7 @@ def check(
                 )
             if truth.is_floating_point() and scales[i]:
                 finite = torch.isfinite(truth)
-                off = largest(found[finite].double() - truth[finite].double())
-                worst = max(worst, off / scales[i])
+                worst = max(worst, distance(found[finite].double(), truth[finite].double()) / scales[i])
         return worst
 
     there = sizes_of(axes, names, tensors)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -13,19 +14,26 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from lightning_ort.compiler.dynamo import no_fast_path
+from lightning_ort.compiler.global_state import without_autocast
+from lightning_ort.compiler.reference import ForkedRNG
 from lightning_ort.environment import require_onnxruntime
 from lightning_ort.errors import ExportError
 from lightning_ort.export.checking import check
 from lightning_ort.export.graph import make_graph
-from lightning_ort.export.leaves import InferenceModule, bind
-from lightning_ort.export.sample import arguments_of_sample, on_device
-from lightning_ort.export.sizes import Axes, check_axes, default_axes
-from lightning_ort.export.undisturbed import undisturbed
-from lightning_ort.export.weights import in_dtype
+from lightning_ort.export.inputs import (
+    Axes,
+    InferenceModule,
+    arguments_of_sample,
+    bind,
+    check_axes,
+    default_axes,
+    on_device,
+)
 from lightning_ort.files.onnx_models import check_target, save_onnx
-from lightning_ort.runtime.dtypes import NUMPY
+from lightning_ort.runtime.tensors import NUMPY
 
-__all__ = ["ExportedModel", "check_options", "export_onnx"]
+__all__ = ["ExportedModel", "check_options", "export_onnx", "in_dtype", "undisturbed", "weights_from"]
 
 Dtype = Literal["float16", "float32", "float64"]
 OPSETS = range(18, 22)
@@ -208,3 +216,57 @@ def _refuse_types(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
 def _shapes(values: Sequence[ir.Value]) -> dict[str, tuple[int | str, ...]]:
     """Name to shape; sizes without a name are question marks."""
     return {str(v.name): tuple(d if isinstance(d, int) else str(d.value or "?") for d in v.shape or ()) for v in values}
+
+
+@contextlib.contextmanager
+def in_dtype(module: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """``module`` with floating-point parameters and buffers of another type; afterwards it has its own again."""
+    if dtype is None:
+        yield
+        return
+    tensors = [*module.parameters(), *module.buffers()]
+    before = [(t, t.data) for t in tensors if t.is_floating_point() and t.dtype != dtype]
+    try:
+        for tensor, data in before:
+            tensor.data = data.to(dtype)
+        yield
+    finally:
+        for tensor, data in before:
+            tensor.data = data
+
+
+@contextlib.contextmanager
+def weights_from(module: nn.Module, load: Callable[[], Any] | None) -> Iterator[None]:
+    """``module`` with the weights that ``load()`` puts into it; afterwards it has its own again."""
+    if load is None:
+        yield
+        return
+    before = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+    try:
+        load()
+        yield
+    finally:
+        with torch.no_grad():
+            for name, tensor in module.state_dict().items():
+                tensor.copy_(before[name])
+
+
+@contextlib.contextmanager
+def undisturbed(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; modes, buffers and the random state are as before afterwards."""
+    modes = [(m, m.training) for m in module.modules()]
+    tensors = [*module.parameters(), *module.buffers()]
+    device = next((t.device for t in tensors), torch.device("cpu"))
+    # a forward that writes to its buffers, such as one that counts its calls
+    buffers = [(b, b.detach().clone()) for b in module.buffers()]
+    module.eval()
+    try:
+        with torch.inference_mode(False), torch.no_grad(), without_autocast(), no_fast_path(), ForkedRNG(device):
+            yield
+    finally:
+        with torch.inference_mode(False), torch.no_grad():
+            for buffer, before in buffers:
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)
+        for m, mode in modes:
+            m.training = mode

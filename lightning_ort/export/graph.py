@@ -16,8 +16,7 @@ from torch import Tensor
 
 from lightning_ort.compiler.passes import optimize
 from lightning_ort.errors import ExportError
-from lightning_ort.export.leaves import InferenceModule
-from lightning_ort.export.sizes import Axes, resized, sizes_of
+from lightning_ort.export.inputs import Axes, InferenceModule, resized, sizes_of
 
 __all__ = ["make_graph"]
 

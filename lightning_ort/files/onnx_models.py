@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,7 +64,14 @@ def save_onnx(
     outdated = _data_file(target)
     with write_path(target) as temporary:
         if external_data or size > LARGEST_FILE:
-            ir.save(model, temporary, external_data=companion(temporary, ".data").name, size_threshold_bytes=0)
+            try:
+                ir.save(model, temporary, external_data=companion(temporary, ".data").name, size_threshold_bytes=0)
+            except OSError as error:
+                if error.errno is not None:
+                    raise
+                # numpy has written less than it was to and has removed that, without a word of why
+                number = errno.ENOSPC if shutil.disk_usage(target.parent).free < size else errno.EIO
+                raise OSError(number, os.strerror(number)) from error
         else:
             ir.save(model, temporary)
         result = check(temporary)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import os
 import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 try:
     import fcntl
@@ -20,6 +22,8 @@ __all__ = ["companion", "write_file", "write_path"]
 # Neither contains the name of the file: Lightning looks for "last" and "hpc_ckpt_" in the names of a folder.
 _PREFIX, _SUFFIX = ".saving-", ".tmp"
 _LOCK = "lock"
+# no space, too large a file, a broken disk, a quota (which Windows has not)
+_UNWRITABLE = (errno.ENOSPC, errno.EFBIG, errno.EIO, getattr(errno, "EDQUOT", errno.ENOSPC))
 _FOLDERS = f"{_PREFIX}{'[0-9a-f]' * 8}{_SUFFIX}"
 
 
@@ -29,8 +33,29 @@ def write_file(target: Path, *, replace: bool) -> Iterator[IO[bytes]]:
 
     See :func:`write_path`.
     """
-    with write_path(target, replace=replace) as temporary, open(temporary, "w+b") as stream:
-        yield stream
+    with write_path(target, replace=replace) as temporary:
+        raw = _Recording(temporary, "w+b")
+        try:
+            with io.BufferedRandom(raw) as stream:
+                yield stream
+        except Exception as error:
+            # torch and HDF5 have reasons of their own for what the system has told them
+            if raw.failure is not None and raw.failure is not error:
+                raise raw.failure from error
+            raise
+
+
+class _Recording(io.FileIO):
+    """A file that remembers why it could not be written."""
+
+    failure: OSError | None = None
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.failure = error
+            raise
 
 
 @contextlib.contextmanager
@@ -48,19 +73,23 @@ def write_path(target: Path, *, replace: bool = True) -> Iterator[Path]:
     Raises:
         FileExistsError: there is such a file and ``replace`` is not set.
         FileNotFoundError: the folder does not exist.
+        OSError: the disk is full (``errno.ENOSPC``), a quota or the largest size of a file is exceeded; the error names
+            ``target``, which is what it was before.
     """
     if not replace and target.exists():
         raise _exists(target)
     if not target.parent.is_dir():
         raise FileNotFoundError(f"The folder of {target} does not exist.")
     _remove_abandoned(target.parent)
-    folder, handle = _temporary_folder(target.parent)
+    with _naming(target):
+        folder, handle = _temporary_folder(target.parent)
     temporary = folder / target.name
     try:
-        yield temporary
-        others = [p for p in folder.iterdir() if p.name not in (target.name, _LOCK)]
-        for path in [*others, temporary]:
-            _sync(path, os.O_RDWR)
+        with _naming(target, folder):
+            yield temporary
+            others = [p for p in folder.iterdir() if p.name not in (target.name, _LOCK)]
+            for path in [*others, temporary]:
+                _sync(path, os.O_RDWR)
         for path in others:
             os.replace(path, target.parent / path.name)
         _publish(temporary, target, replace)
@@ -69,6 +98,31 @@ def write_path(target: Path, *, replace: bool = True) -> Iterator[Path]:
     finally:
         os.close(handle)
         _discard(folder)
+
+
+@contextlib.contextmanager
+def _naming(target: Path, folder: Path | None = None) -> Iterator[None]:
+    """Say which file it is that could not be written."""
+    try:
+        yield
+    except Exception as error:
+        number = error.errno if isinstance(error, OSError) else None
+        if number is None and folder is not None:
+            number = _probed(folder)
+        if number is None or number not in _UNWRITABLE:
+            raise
+        text = f"{os.strerror(number)}. Nothing has been written, and what there was is as it was"
+        raise OSError(number, text, str(target)) from error
+
+
+def _probed(folder: Path) -> int | None:
+    """Why nothing can be written into a folder: not every library hands on what the system has told it."""
+    try:
+        with open(folder / _LOCK, "ab", buffering=0) as file:
+            file.write(bytes(1 << 16))
+    except OSError as error:
+        return error.errno
+    return None
 
 
 def companion(temporary: Path, suffix: str) -> Path:

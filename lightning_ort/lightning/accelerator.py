@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lightning_ort.environment import require_onnxruntime
+from lightning_ort.validation import is_whole, shown
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -33,7 +35,7 @@ class ORTAccelerator(Accelerator):
         Raises:
             MisconfigurationException: the strategy is another than ``"ort"``, which would not run in ONNX Runtime.
         """
-        from lightning_ort.strategy import ORTStrategy
+        from lightning_ort.lightning.strategy import ORTStrategy
 
         if not isinstance(trainer.strategy, ORTStrategy):
             raise MisconfigurationException(
@@ -64,17 +66,20 @@ class ORTAccelerator(Accelerator):
         """
         there, given = _count(), devices
         if isinstance(devices, str):
-            numbers = [part.strip() for part in devices.strip("[]").split(",") if part.strip()]
+            listed = [part.strip() for part in devices.strip("[]").split(",") if part.strip()]
             if devices == "auto":
                 devices = 1
-            elif numbers and all(part.lstrip("-").isdigit() for part in numbers):
-                devices = [int(n) for n in numbers] if "," in devices or "[" in devices else int(numbers[0])
+            elif listed and all(part.lstrip("-").isdigit() for part in listed):
+                devices = [int(n) for n in listed] if "," in devices or "[" in devices else int(listed[0])
             else:
                 raise MisconfigurationException(f"devices={devices!r}: expected a number, a list of them, or 'auto'.")
-        if isinstance(devices, int):
-            chosen = list(range(there if devices == -1 else devices))
+        numbered = isinstance(devices, (list, tuple)) and all(is_whole(n) for n in devices)
+        if not (is_whole(devices) or numbered):
+            raise MisconfigurationException(f"devices={shown(given)}: expected a number, a list of them, or 'auto'.")
+        if isinstance(devices, numbers.Integral):
+            chosen = list(range(there if devices == -1 else min(int(devices), there + 1)))
         else:
-            chosen = list(devices)
+            chosen = list(devices)  # type: ignore[arg-type]  # a list, as was seen
         if not chosen or any(n not in range(there) for n in chosen):
             what = "the CPU counts as one" if _kind() == "cpu" else "GPUs that torch and ONNX Runtime both reach"
             raise MisconfigurationException(

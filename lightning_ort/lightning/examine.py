@@ -13,8 +13,8 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_ort.lightning.strategy import ORTStrategy
 from lightning_ort.report import Report
-from lightning_ort.strategy import ORTStrategy
 
 __all__ = ["Examination", "examination_flags", "examine", "examine_in", "load_weights"]
 

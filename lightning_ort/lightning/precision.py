@@ -15,12 +15,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_ort.checkpoints.record import TRAINER_SCALER
-from lightning_ort.compiler.scaling import LossScaling
-from lightning_ort.scaled_backward import is_closed, unscaling_leaves
-from lightning_ort.scalers import GradScalerRule, StepInfo, scale_rule
+from lightning_ort.amp.rules import GradScalerRule, StepInfo, scale_rule
+from lightning_ort.checkpoints.lightning import TRAINER_SCALER
+from lightning_ort.compiler.loss_scale import LossScaling
+from lightning_ort.validation import choice, flag
 
-__all__ = ["ORTPrecision"]
+__all__ = ["ORTPrecision", "is_closed", "unscaling_leaves"]
 
 PrecisionName = Literal["32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"]
 
@@ -52,8 +52,8 @@ class ORTPrecision(Precision):
     """
 
     def __init__(self, precision: PrecisionName = "32-true", scaler: Any = None, *, log: bool = False) -> None:
-        if precision not in get_args(PrecisionName):
-            raise ValueError(f"precision={precision!r}: expected {', '.join(map(repr, get_args(PrecisionName)))}.")
+        choice("precision", precision, get_args(PrecisionName))
+        flag("log", log)
         if scaler is not None and precision != "16-mixed":
             raise ValueError(
                 f"scaler={scaler!r} with precision={precision!r}: only the losses of '16-mixed' are scaled (bfloat16 "
@@ -86,10 +86,8 @@ class ORTPrecision(Precision):
         Raises:
             MisconfigurationException: the strategy is another than ``"ort"``, or losses are scaled for LBFGS.
         """
-        from lightning_ort.strategy import ORTStrategy
-
         strategy = model.trainer.strategy if isinstance(model, LightningModule) else None
-        if not isinstance(strategy, ORTStrategy):
+        if strategy is None or getattr(strategy, "strategy_name", None) != "ort":
             raise MisconfigurationException(
                 f"ORTPrecision is for strategy='ort', but the strategy is {type(strategy).__name__}. Use "
                 f"Trainer(strategy='ort', ...), or precision={self.precision!r} in the place of this plug-in."
@@ -227,3 +225,74 @@ class ORTPrecision(Precision):
         if foreign and self.scaling is not None and isinstance(self._rule, GradScalerRule):
             self._rule.load_state_dict(checkpoint[_LIGHTNING])
             self.scaling.scale = self._rule.scale
+
+
+def is_closed(loss: torch.Tensor) -> bool:
+    """Whether all gradients of ``loss`` are computed by graphs that scale their loss, and go to parameters at once.
+
+    Otherwise gradients pass through torch, in 16 bits maybe, and the loss has to be scaled there.
+    """
+    # needs ONNX Runtime, whose absence shall be explained and not break the import of this package
+    from lightning_ort.compiler.region import Region
+
+    pending: list[tuple[Any, int]] = [(loss.grad_fn, loss.output_nr)]
+    seen: set[Any] = set()
+    graphs = 0
+    while pending:
+        node, output = pending.pop()
+        if node is None:
+            continue
+        if not isinstance(getattr(node, "region", None), Region):
+            if not node.next_functions:  # a parameter, reached by torch
+                return False
+            if node not in seen:
+                seen.add(node)
+                pending += node.next_functions
+        else:
+            # a graph of gradients by themselves has no loss to scale
+            if getattr(node, "finite", None) is None or node.gradients is None:
+                return False
+            if node.positions.get(output) != node.loss or not _ends(node):
+                return False
+            graphs += 1
+    return graphs > 0
+
+
+def _ends(node: Any) -> bool:
+    """Whether nothing but parameters comes after ``node``."""
+    return all(after is None or not after.next_functions for after, _ in node.next_functions)
+
+
+@contextlib.contextmanager
+def unscaling_leaves(loss: torch.Tensor, scaling: LossScaling) -> Iterator[None]:
+    """Unscale gradients as they reach the parameters of ``loss``, while its scaled ones are computed.
+
+    Each parameter adds an unscaled gradient to what it has, from this or other ways.
+    """
+    scale, hooks = scaling.scale, []
+
+    def unscale(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        scaling.note(torch.isfinite(gradient).all(), [parameter])
+        return gradient / scale
+
+    for parameter in _leaves(loss):
+        hooks.append(parameter.register_hook(lambda g, p=parameter: unscale(g, p)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _leaves(loss: torch.Tensor) -> list[torch.Tensor]:
+    """Parameters that the gradient of ``loss`` reaches."""
+    pending, seen, leaves = [loss.grad_fn], set(), []
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        pending += [after for after, _ in node.next_functions]
+    return leaves

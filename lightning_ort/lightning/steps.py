@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,16 +11,16 @@ import torch
 import torch._dynamo.config
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 
 from lightning_ort.compiler.backend import ORTBackend
-from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS, no_fast_path, with_own_code
-from lightning_ort.compiler.executable import Executable
-from lightning_ort.compiler.observer import DynamoObserver
+from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS, DynamoObserver, no_fast_path, with_own_code
+from lightning_ort.compiler.executors.executable import Executable
 from lightning_ort.compiler.plan import Fallback
+from lightning_ort.lightning.side_effects import GrowingLists, LogRecorder, appended_attributes, results_stay
 from lightning_ort.report import InTorch, Report, StepReport
-from lightning_ort.standins import GrowingLists, LogRecorder, appended_attributes, results_stay
 
 __all__ = ["CompiledSteps"]
 
@@ -28,7 +29,7 @@ _OUTSIDE = (
     "all_gather", "clip_gradients", "configure_gradient_clipping", "lr_scheduler_step", "lr_schedulers",
     "manual_backward", "optimizers", "print", "toggle_optimizer", "untoggle_optimizer", "toggled_optimizer",
 )  # fmt: skip
-_METRIC_METHODS = ("forward", "compute", "reset")
+_METRIC_METHODS = ("forward", "compute", "reset", "clone")
 
 
 class CompiledSteps:
@@ -45,13 +46,18 @@ class CompiledSteps:
         self._running: StepReport | None = None
         self._settings = contextlib.ExitStack()
         self._observer = DynamoObserver(lambda: self._running, rank_zero_info)
-        self._recorder = LogRecorder(module.log, module.log_dict)
+        # Lightning's own condition for batches that it does not see
+        takes_iterator = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
+        self._recorder = LogRecorder(module.log, module.log_dict, needs_batch_size=takes_iterator)
         self._replaced: dict[str, Any] = {
             name: torch.compiler.disable(getattr(module, name), reason=f"{name} is plain Python") for name in _OUTSIDE
         }
         self._replaced |= {"log": self._recorder.log, "log_dict": self._recorder.log_dict}
+        self._uncompiled = _uncompiled(module)
+        self._replaced |= self._uncompiled
         backend.on_graph, backend.on_fallback = self._on_graph, self._on_fallback
         self._backend = backend
+        self._replaced["__deepcopy__"] = _deepcopy_without(self._replaced, module, self._recorder)
         self._replaced_in = [(module.__dict__, self._replaced), *_metric_methods(module, self._recorder)]
         self._optimizers: list[Optimizer] = []
         self._optimizer_steps: dict[int, tuple[Any, Namespace]] = {}
@@ -75,13 +81,13 @@ class CompiledSteps:
         """Call the module's step function ``name``."""
         compiled = self._compiled.get(name)
         if compiled is None:
-            method = getattr(self.module, name)
+            method = self._uncompiled.get(name) or getattr(self.module, name)
             self._lists.expect(appended_attributes(type(self.module), method))
             # dynamic=None: sizes become symbolic once they have changed
             compiled = self._compiled[name] = torch.compile(with_own_code(method), backend=self._backend)
         outer, self._running = self._running, self.report.step(name)
         self._running.calls += 1
-        compilations = self._observer.compilations
+        compilations, failures = self._observer.compilations, self._observer.failures
         self._lists.place()
         replaced_in = [*self._replaced_in, *map(self._outside, self._optimizers)]
         hidden = [_replace(*replacement) for replacement in replaced_in]
@@ -89,6 +95,9 @@ class CompiledSteps:
             result = compiled(*args, **kwargs)
         except BaseException:
             self._recorder.discard()
+            if self._observer.failures != failures:
+                # Dynamo leaves the function to Python for good, but the next data may be right
+                del self._compiled[name]
             raise
         finally:
             for (namespace, replaced), originals in zip(replaced_in, hidden, strict=True):
@@ -121,6 +130,7 @@ class CompiledSteps:
     def _on_graph(self, executable: Executable) -> None:
         if self._running is not None:
             self._running.graphs += 1
+            self._running.graphs_in_torch += executable.executor == "torch"
             self._running.widened += executable.widened
             self._running.preferred.update(executable.preferred)
             self._running.on_cpu.update(executable.on_cpu)
@@ -148,8 +158,29 @@ def _metric_methods(module: LightningModule, recorder: LogRecorder) -> list[tupl
                 name: torch.compiler.disable(recorder.after_what_came_before(getattr(m, name)), reason=why)
                 for name in _METRIC_METHODS
             }
-            found.append((m.__dict__, methods | {"update": recorder.update_of(m)}))
+            methods["update"] = recorder.update_of(m)
+            methods["__deepcopy__"] = _deepcopy_without(methods, m, recorder)
+            found.append((m.__dict__, methods))
     return found
+
+
+def _deepcopy_without(standins: Namespace, owner: torch.nn.Module, recorder: LogRecorder) -> Callable[..., Any]:
+    """What ``copy.deepcopy`` calls in a step: a copy with the stand-ins of ``owner`` would act on ``owner``."""
+
+    def deepcopy(memo: dict[int, Any]) -> Any:
+        placed = {k: owner.__dict__.pop(k) for k, v in standins.items() if owner.__dict__.get(k) is v}
+        try:
+            return copy.deepcopy(owner, memo)
+        finally:
+            owner.__dict__.update(placed)
+
+    return torch.compiler.disable(recorder.after_what_came_before(deepcopy), reason="copies are no part of a graph")
+
+
+def _uncompiled(module: LightningModule) -> dict[str, Callable[..., Any]]:
+    """The methods that a Trainer put others in the place of, because it was given ``torch.compile(module)``."""
+    context = module._compiler_ctx or {}
+    return {name.removeprefix("original_"): m for name, m in context.items() if name.startswith("original_")}
 
 
 def _replace(namespace: Namespace, replaced: Namespace) -> Namespace:

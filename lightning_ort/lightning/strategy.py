@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,21 +21,42 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ort.checkpoints import ORTCheckpointIO
-from lightning_ort.checkpoints.record import RECORD, make_record
-from lightning_ort.checkpoints.restoring import Restoring
+from lightning_ort.checkpoints.lightning import RECORD, make_record
+from lightning_ort.checkpoints.resume import Restoring
 from lightning_ort.environment import require_onnxruntime
-from lightning_ort.precision import ORTPrecision
+from lightning_ort.lightning.precision import ORTPrecision
 from lightning_ort.report import Report
+from lightning_ort.validation import choice, flag, shown
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     import onnxruntime
 
     from lightning_ort.export import ExportedModel
-    from lightning_ort.ondevice.flavour import Artifacts
-    from lightning_ort.steps import CompiledSteps
+    from lightning_ort.lightning.steps import CompiledSteps
+    from lightning_ort.ondevice.formats import Artifacts
 
 __all__ = ["ORTStrategy"]
+
+
+def _check_kinds(device: Any, accelerator: Any, parallel_devices: Any, checkpoint_io: Any) -> None:
+    """Raise if an argument that the Trainer fills in was given by hand and is something else."""
+    for name, value, kind in (
+        ("accelerator", accelerator, Accelerator),
+        ("checkpoint_io", checkpoint_io, (CheckpointIO, _WrappingCheckpointIO)),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"{name}={shown(value)}: expected an object of that kind, or None.")
+    if device is not None and not isinstance(device, (str, int, torch.device)):
+        raise TypeError(f"device={shown(device)}: expected 'cpu', 'cuda:0' or a torch.device.")
+    try:
+        torch.device(device if device is not None else "cpu")
+    except RuntimeError as error:
+        raise ValueError(f"device={shown(device)}: {error}") from None
+    if parallel_devices is not None and not (
+        isinstance(parallel_devices, (list, tuple)) and all(isinstance(d, torch.device) for d in parallel_devices)
+    ):
+        raise TypeError(f"parallel_devices={shown(parallel_devices)}: expected a list of torch.device.")
 
 
 class ORTStrategy(SingleDeviceStrategy):
@@ -55,7 +77,8 @@ class ORTStrategy(SingleDeviceStrategy):
         session_options: an ``onnxruntime.SessionOptions``, or a mapping from its attributes (such as
             ``intra_op_num_threads``) and configuration keys (such as ``session.intra_op.allow_spinning``) to values.
         placement: ``"fastest"`` lets large convolutions run in torch on the CPU, whose kernels are the faster ones;
-            ``"onnxruntime"`` leaves to torch only what ONNX Runtime cannot run.
+            ``"onnxruntime"`` leaves to torch only what ONNX Runtime cannot run; ``"torch"`` runs the graphs of all
+            steps in torch, with its own kernels, 16-bit ones among them, and no ONNX Runtime.
         on_unsupported: ``"torch"`` runs in torch what ONNX Runtime cannot and reports it; ``"error"`` raises
             :class:`~lightning_ort.errors.UnsupportedError`.
         verify: check the first run of each graph against torch and raise
@@ -66,7 +89,8 @@ class ORTStrategy(SingleDeviceStrategy):
 
     Raises:
         OnnxRuntimeImportError: no ONNX Runtime is installed, or several, or one older than 1.19.
-        ProviderError: this ONNX Runtime lacks one of ``providers``.
+        ProviderError: this ONNX Runtime lacks one of ``providers``, or an option of one.
+        TypeError, ValueError: another argument is not as described.
         MisconfigurationException: the Trainer asks for what this strategy does not do (several devices or nodes,
             the precision of another library, ``sync_batchnorm``).
     """
@@ -83,7 +107,7 @@ class ORTStrategy(SingleDeviceStrategy):
         providers: Sequence[str] | None = None,
         provider_options: Sequence[Mapping[str, Any]] | Mapping[str, Mapping[str, Any]] | None = None,
         session_options: onnxruntime.SessionOptions | Mapping[str, Any] | None = None,
-        placement: Literal["fastest", "onnxruntime"] = "fastest",
+        placement: Literal["fastest", "onnxruntime", "torch"] = "fastest",
         on_unsupported: Literal["torch", "error"] = "torch",
         verify: bool = True,
         print_report: bool = True,
@@ -91,19 +115,16 @@ class ORTStrategy(SingleDeviceStrategy):
     ) -> None:
         require_onnxruntime()
         # these need ONNX Runtime, whose absence shall be explained and not break the import of this package
-        from lightning_ort.optimizer_steps import HookedOptimizers
+        from lightning_ort.optim.torch_optim import HookedOptimizers
         from lightning_ort.runtime.config import RuntimeConfig
-        from lightning_ort.runtime.providers import check_available
 
-        if on_unsupported not in ("torch", "error"):
-            raise ValueError(f"on_unsupported={on_unsupported!r}: expected 'torch' or 'error'.")
-        if placement not in ("fastest", "onnxruntime"):
-            raise ValueError(f"placement={placement!r}: expected 'fastest' or 'onnxruntime'.")
-        if optimizer not in ("auto", "torch", "ort"):
-            raise ValueError(f"optimizer={optimizer!r}: expected 'auto', 'torch' or 'ort'.")
-        check_available(providers, provider_options)
+        choice("on_unsupported", on_unsupported, ("torch", "error"))
+        choice("optimizer", optimizer, ("auto", "torch", "ort"))
+        flag("verify", verify)
+        flag("print_report", print_report)
         self._config = RuntimeConfig(providers, provider_options, session_options, placement)
-        self._config.make_session_options()
+        self._config.check()
+        _check_kinds(device, accelerator, parallel_devices, checkpoint_io)
         self._device = device
         self._parallel_devices: Sequence[torch.device] | None = None
         super().__init__(
@@ -120,6 +141,7 @@ class ORTStrategy(SingleDeviceStrategy):
             optimizer, self._config, verify=verify, refuse=on_unsupported == "error", report=self._report
         )
         self._steps: CompiledSteps | None = None
+        self._trainer: weakref.ref[pl.Trainer] | None = None
         self._restoring: Restoring | None = None
         self.num_nodes = 1
 
@@ -165,10 +187,11 @@ class ORTStrategy(SingleDeviceStrategy):
         if not (
             precision_plugin is None or isinstance(precision_plugin, ORTPrecision) or type(precision_plugin) in own
         ):
+            name = getattr(precision_plugin, "precision", precision_plugin)
             raise MisconfigurationException(
                 "strategy='ort' computes in precision='32-true', '64-true', '16-mixed', 'bf16-mixed', '16-true' or "
-                f"'bf16-true', but the Trainer was given precision={precision_plugin.precision!r} "
-                f"({type(precision_plugin).__name__}). Use one of these, or plugins=[ORTPrecision(...)]."
+                f"'bf16-true', but the Trainer was given precision={name!r} ({type(precision_plugin).__name__}). Use "
+                "one of these, or plugins=[ORTPrecision(...)]."
             )
         if type(precision_plugin) is MixedPrecision:
             precision_plugin = ORTPrecision.replacing(precision_plugin)
@@ -208,10 +231,11 @@ class ORTStrategy(SingleDeviceStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         from lightning_ort.compiler.backend import ORTBackend
+        from lightning_ort.lightning.steps import CompiledSteps
         from lightning_ort.runtime.providers import choose_providers
-        from lightning_ort.steps import CompiledSteps
 
         self._refuse(trainer)
+        self._trainer = weakref.ref(trainer)
         choose_providers(self.root_device, self._config.providers, self._config.provider_options)
         super().setup(trainer)
         assert self.lightning_module is not None
@@ -245,6 +269,10 @@ class ORTStrategy(SingleDeviceStrategy):
         self._hooked_optimizers.remove()
         super().teardown()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # whoever copies or saves a callback copies its Trainer; what has been compiled cannot leave the process
+        return {**super().__getstate__(), "_steps": None, "_trainer": None}
+
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
@@ -257,8 +285,11 @@ class ORTStrategy(SingleDeviceStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         assert self.lightning_module is not None
         optimizers = self.optimizers if "optimizer_states" in checkpoint else []
-        record = make_record(self.lightning_module.trainer, self.lightning_module, optimizers)
-        super().save_checkpoint({**checkpoint, RECORD: record}, filepath, storage_options)
+        # by its own reference: a module may have lost its Trainer, as one that was copied or pickled has
+        trainer = None if self._trainer is None else self._trainer()
+        if trainer is not None:
+            checkpoint = {**checkpoint, RECORD: make_record(trainer, self.lightning_module, optimizers)}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:

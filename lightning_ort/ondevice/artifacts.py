@@ -12,18 +12,21 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from lightning_ort.checkpoints.state import OptimizerState, TrainingState
+from lightning_ort.compiler.aot.inputs import InputInfo
+from lightning_ort.compiler.aot.sizes import mismatch
+from lightning_ort.compiler.aot.step_graph import StepGraph
 from lightning_ort.errors import UnsupportedError
-from lightning_ort.ondevice.exchange.torch_optimizer import optimizer_of_torch
-from lightning_ort.ondevice.flavour import Artifacts, flavour_named
+from lightning_ort.ondevice.exchange_optimizers import optimizer_of_torch
+from lightning_ort.ondevice.formats import Artifacts, flavour_named
+from lightning_ort.ondevice.generation.built import optimizer_of_block
 from lightning_ort.ondevice.generation.checking import check_artifacts
-from lightning_ort.ondevice.generation.forward import ModuleForward
-from lightning_ort.ondevice.generation.objectives import LossOf
+from lightning_ort.ondevice.generation.objectives import LossOf, ModuleForward, is_block
 from lightning_ort.ondevice.generation.sources import Source, onnx_source, torch_source
 from lightning_ort.ondevice.generation.step_graphs import evaluation_graph, part_of, training_graph
-from lightning_ort.ondevice.optimizers import KINDS, OptimizerConfig
-from lightning_ort.ondevice.state import TrainingState
-from lightning_ort.ondevice.step_graph import StepGraph
-from lightning_ort.ondevice.torch_optimizer import config_of
+from lightning_ort.ondevice.optimizer_config import OptimizerConfig, config_of
+from lightning_ort.optim.settings import KINDS
+from lightning_ort.validation import flag, names, number, shown
 
 __all__ = ["generate_artifacts"]
 
@@ -59,11 +62,14 @@ def generate_artifacts(
             order or by name; for a LightningModule without ``loss`` the batch of ``training_step``. An ONNX model needs
             none; with an example its graphs are checked.
         loss: ``"MSELoss"``, ``"CrossEntropyLoss"``, ``"BCEWithLogitsLoss"``, ``"L1Loss"`` (or a member of ONNX
-            Runtime's ``LossType``), or a function from the results of the model and the targets to a scalar tensor.
-            ``None``: the first result of the model is the loss, or ``training_step`` of a LightningModule returns it.
+            Runtime's ``LossType``), or a function from the results of the model and the targets to a scalar tensor; for
+            an ONNX model also an ``onnxblock``, this package's or ONNX Runtime's. ``None``: the first result of the
+            model is the loss, or ``training_step`` of a LightningModule returns it.
         optimizer: an :class:`OptimizerConfig`, a kind (``"AdamW"``, ``"Adam"``, ``"SGD"``, ``"Lamb"``, or a member of
             ONNX Runtime's ``OptimType``), a torch optimizer of the module (AdamW, Adam, SGD, or one of
-            ``lightning_ort.optim``), whose moments and number of updates are taken over, or ``None`` for no update.
+            ``lightning_ort.optim``), whose moments and number of updates are taken over, an ``onnxblock`` such as
+            ``onnxblock.optim.AdamW()``, or ``None`` for no update. Where no parameter is trained, the default writes no
+            optimizer.
         requires_grad: names of the parameters that are trained; by default all that require a gradient, or that a
             torch optimizer holds.
         frozen_params: names of parameters that are not trained.
@@ -92,20 +98,38 @@ def generate_artifacts(
     """
     if artifact_directory is not None and not isinstance(artifact_directory, (str, os.PathLike)):
         raise TypeError(f"artifact_directory is a {type(artifact_directory).__name__}; expected a path.")
+    lists = {
+        "requires_grad": requires_grad, "frozen_params": frozen_params, "output_names": output_names,
+        "additional_output_names": additional_output_names, "loss_input_names": loss_input_names,
+    }  # fmt: skip
+    for argument, given in lists.items():
+        if given is not None:
+            names(argument, given)
+    flag("nominal_checkpoint", nominal_checkpoint)
+    flag("ort_format", ort_format)
+    flag("verify", verify)
+    if not isinstance(prefix, str):
+        raise TypeError(f"prefix={shown(prefix)}: expected a string.")
+    if clip_grad_norm is not None:
+        clip_grad_norm = number("clip_grad_norm", clip_grad_norm, above=0)
     chosen = flavour_named(flavour)
     _refuse(ort_format, custom_op_library)
-    config = _optimizer(optimizer, clip_grad_norm)
+    config = None if is_block(optimizer) else _optimizer(optimizer, clip_grad_norm)
+    if is_block(optimizer) and clip_grad_norm is not None:
+        raise ValueError("clip_grad_norm was given with an onnxblock as optimizer; give the block clip_grad instead.")
     if isinstance(model, nn.Module):
         source = torch_source(model, inputs, loss, dynamic_axes, output_names, loss_input_names)
     else:
         if dynamic_axes is not None or output_names is not None:
             raise ValueError("dynamic_axes and output_names are for modules; an ONNX model says both itself.")
         named = None if requires_grad is None else [*requires_grad, *(frozen_params or ())]
-        source = onnx_source(model, inputs, loss, named, loss_input_names)
+        source = onnx_source(model, inputs, loss, named, loss_input_names, additional_output_names or ())
     if additional_output_names is not None or loss is not None or isinstance(model, LightningModule):
-        source.objective.additional = list(additional_output_names or ())
+        source.objective.additional = [*source.returned, *(additional_output_names or ())]
     torch_optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
-    artifacts, random = _artifacts(source, _trained(requires_grad, frozen_params, torch_optimizer), config)
+    choose = _trained(requires_grad, frozen_params, torch_optimizer)
+    wanted = optimizer if is_block(optimizer) else config
+    artifacts, random = _artifacts(source, choose, wanted, asked=is_block(optimizer) or optimizer != "AdamW")
     if torch_optimizer is not None and config is not None:
         parameters = {n: p for n, p in _named_parameters(source).items() if n in artifacts.state.trained}
         state = optimizer_of_torch(artifacts.state, torch_optimizer, parameters)
@@ -127,7 +151,7 @@ def _refuse(ort_format: bool, library: Any) -> None:
         )
     if library is not None:
         raise UnsupportedError(
-            f"custom_op_library={os.fspath(library)!r}: operators of a library cannot be differentiated. Leave it out, "
+            f"custom_op_library={shown(library)}: operators of a library cannot be differentiated. Leave it out, "
             "and write the model in standard operators."
         )
 
@@ -142,9 +166,11 @@ def _optimizer(optimizer: Any, clip: float | None) -> OptimizerConfig | None:
     config = optimizer
     if not isinstance(optimizer, OptimizerConfig):
         kind: Any = optimizer if isinstance(optimizer, str) else getattr(optimizer, "name", optimizer)
-        if kind not in KINDS:
-            raise ValueError(f"optimizer={optimizer!r}: expected an OptimizerConfig, or one of {', '.join(KINDS)}.")
-        config = OptimizerConfig(kind)
+        if not isinstance(kind, str) or kind not in KINDS:
+            raise ValueError(
+                f"optimizer={shown(optimizer)}: expected an OptimizerConfig, or one of {', '.join(KINDS)}."
+            )
+        config = OptimizerConfig(kind)  # type: ignore[arg-type]  # one of KINDS
     return config if clip is None else dataclasses.replace(config, clip_grad_norm=clip)
 
 
@@ -158,8 +184,8 @@ def _trained(
 ) -> Callable[[ModuleForward], list[str]]:
     def choose(forward: ModuleForward) -> list[str]:
         known = list(forward.parameters)
-        for argument, names in (("requires_grad", requires_grad), ("frozen_params", frozen)):
-            unknown = [n for n in names or () if n not in known and n not in forward.buffers]
+        for argument, listed_names in (("requires_grad", requires_grad), ("frozen_params", frozen)):
+            unknown = [n for n in listed_names or () if n not in known and n not in forward.buffers]
             if unknown:
                 listed = ", ".join(map(repr, unknown))
                 raise ValueError(f"{argument}: the model has no parameter {listed}. It has: {', '.join(known)}.")
@@ -171,10 +197,7 @@ def _trained(
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             own = {n.removeprefix("model."): p for n, p in forward.objective.named_parameters()}
             wanted = [n for n in wanted if id(own.get(n)) in held]
-        found = [n for n in known if n in wanted and n not in (frozen or ())]
-        if not found:
-            raise ValueError("No parameter is trained: none is left by requires_grad and frozen_params.")
-        return found
+        return [n for n in known if n in wanted and n not in (frozen or ())]
 
     return choose
 
@@ -186,8 +209,9 @@ def _evaluations(
     if source.inference is None:
         return evaluation_graph(forward, changing), None
     if not isinstance(source.objective, LossOf):
-        inference = ModuleForward(source.inference, source.inference_infos, source.example)
-        return evaluation_graph(forward, changing), evaluation_graph(inference, changing)
+        evaluation = evaluation_graph(forward, changing)
+        inference = ModuleForward(source.inference, _those(forward, source.inference_infos), source.example)
+        return evaluation, evaluation_graph(inference, changing)
     additional, source.objective.additional = source.objective.additional, None
     try:
         everything = evaluation_graph(forward, changing)
@@ -195,22 +219,48 @@ def _evaluations(
         source.objective.additional = additional
     first, *results = everything.outputs
     assert first == wanted[0]
-    return part_of(everything, wanted, source.infos), part_of(everything, results, source.inference_infos)
+    if source.results is not None:
+        results = [name for name in results if name in source.results]
+    inputs = _those(forward, source.inference_infos)
+    return part_of(everything, wanted, forward.infos), part_of(everything, results, inputs)
+
+
+def _those(forward: ModuleForward, infos: Sequence[InputInfo]) -> list[InputInfo]:
+    """The inputs of ``forward`` that are called as ``infos``."""
+    by_name = {i.name: i for i in forward.infos}
+    return [by_name[i.name] for i in infos]
 
 
 def _artifacts(
-    source: Source, choose: Callable[[ModuleForward], list[str]], config: OptimizerConfig | None
+    source: Source, choose: Callable[[ModuleForward], list[str]], optimizer: Any, *, asked: bool
 ) -> tuple[Artifacts, bool]:
-    """What is to be written, and whether the training step draws random numbers."""
+    """What is to be written, and whether the training step draws random numbers.
+
+    Args:
+        optimizer: an :class:`OptimizerConfig`, an onnxblock, or ``None``.
+        asked: whether the user has asked for an optimizer, which is an error where nothing is trained.
+    """
     forward = ModuleForward(source.objective, source.infos, source.example)
     trained = choose(forward)
+    if not trained and optimizer is not None:
+        if asked:
+            raise ValueError(
+                "No parameter is trained: none is left by requires_grad and frozen_params. With optimizer=None there "
+                "are artifacts all the same, which give losses and running statistics."
+            )
+        optimizer = None
     train, changing, random = training_graph(forward, trained)
+    if source.example is not None:
+        wrong = mismatch(forward.infos, [source.example[i.name].shape for i in forward.infos])
+        if wrong is not None:
+            raise ValueError(f"inputs: {wrong}")
     evaluation, inference = _evaluations(source, forward, train.outputs, changing)
     state = TrainingState(
         {n: p.detach().cpu().clone() for n, p in forward.parameters.items()},
         tuple(trained),
         {n: forward.buffers[n].detach().cpu().clone() for n in changing},
     )
+    config = optimizer_of_block(optimizer, state.parameters, trained) if is_block(optimizer) else optimizer
     if config is not None:
-        state.optimizer = config.fresh_state({n: state.parameters[n] for n in trained})
+        state.optimizer = OptimizerState.fresh(config, {n: state.parameters[n] for n in trained})
     return Artifacts(state, train, evaluation, inference, config), random

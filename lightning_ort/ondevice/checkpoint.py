@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
+import torch
 from torch import Tensor
 
-from lightning_ort.ondevice.flavour import flavour_named, flavour_of_checkpoint
-from lightning_ort.ondevice.state import Property, TrainingState
-from lightning_ort.ondevice.values import as_tensor
+from lightning_ort.checkpoints.state import Property, TrainingState
+from lightning_ort.compiler.aot.inputs import InputInfo
+from lightning_ort.compiler.aot.sizes import mismatch
+from lightning_ort.ondevice.formats import flavour_named, flavour_of_checkpoint
+from lightning_ort.runtime.tensors import owning
 
-__all__ = ["CheckpointState", "Parameter", "Parameters", "Properties"]
+__all__ = ["CheckpointState", "Parameter", "Parameters", "Properties", "checked", "given_back"]
 
 
 class Parameter:
@@ -50,22 +54,21 @@ class Parameter:
         target.copy_(tensor)
 
     def _values(self) -> Tensor:
-        state = self._state.training_state
-        if state.nominal:
-            raise RuntimeError(
-                f"Parameter {self._name!r} has no values yet: the checkpoint is a nominal one. Call "
-                "copy_buffer_to_parameters(buffer, trainable_only=False) of its Module first."
-            )
-        return state.parameters[self._name]
+        _require_values(self._state, self._name, "Please load the parameter states first")
+        return self._state.training_state.parameters[self._name]
 
     @property
     def grad(self) -> np.ndarray | None:
-        """A copy of its gradient: the sum over all training steps since ``lazy_reset_grad``.
+        """A copy of its gradient: the sum over all training steps since ``lazy_reset_grad``, zeros before the first.
 
-        ``None`` before the first training step, and for what is not trained.
+        ``None`` for what is not trained, and after a training step that failed while it replaced the gradients.
         """
-        gradient = self._state.gradients.get(self._name)
-        return None if gradient is None else gradient.numpy().copy()
+        gradients = self._state.gradients
+        if gradients is None or not self.requires_grad:
+            return None
+        if self._name in gradients:
+            return gradients[self._name].numpy().copy()
+        return torch.zeros_like(self._values()).numpy()
 
     @property
     def requires_grad(self) -> bool:
@@ -74,6 +77,14 @@ class Parameter:
 
     def __repr__(self) -> str:
         return f"Parameter(name={self._name}, requires_grad={self.requires_grad})"
+
+
+def _require_values(state: CheckpointState, name: str, advice: str) -> None:
+    if state.training_state.nominal:
+        raise RuntimeError(
+            f"Parameter {name!r} has no values yet: the checkpoint is a nominal one. {advice}, by "
+            "copy_buffer_to_parameters(buffer, trainable_only=False) of its Module."
+        )
 
 
 class Parameters:
@@ -87,15 +98,22 @@ class Parameters:
 
         Raises:
             KeyError: there is none.
+            RuntimeError: it has no values yet (a nominal checkpoint).
         """
-        if name not in self:
-            known = ", ".join(self._state.training_state.parameters)
-            raise KeyError(f"There is no parameter {name!r}. There are: {known}.")
+        self._require(name)
+        _require_values(self._state, name, "Please load the parameter states first")
         return Parameter(name, self._state)
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Replace the values of a parameter by a numpy array, an OrtValue or a tensor; see :attr:`Parameter.data`."""
-        self[name].data = value
+        self._require(name)
+        _require_values(self._state, name, "Please load all the parameter states first")
+        Parameter(name, self._state).data = value
+
+    def _require(self, name: str) -> None:
+        if name not in self:
+            known = ", ".join(self._state.training_state.parameters)
+            raise KeyError(f"There is no parameter {name!r}. There are: {known}.")
 
     def __contains__(self, name: object) -> bool:
         return name in self._state.training_state.parameters
@@ -163,7 +181,8 @@ class CheckpointState:
 
     Attributes:
         training_state: what it holds.
-        gradients: name of each trained parameter to its gradient, once a :class:`Module` has computed them.
+        gradients: name of each trained parameter to its gradient, once a :class:`Module` has computed them; empty
+            before that, and ``None`` when they are lost.
     """
 
     def __init__(self, state: TrainingState, flavour: str = "portable") -> None:
@@ -171,7 +190,7 @@ class CheckpointState:
             raise TypeError(f"state is a {type(state).__name__}; use CheckpointState.load_checkpoint.")
         self.training_state = state
         self.flavour = flavour_named(flavour)
-        self.gradients: Mapping[str, Tensor] = {}
+        self.gradients: Mapping[str, Tensor] | None = {}
         self._parameters, self._properties = Parameters(self), Properties(self)
 
     @classmethod
@@ -212,3 +231,69 @@ class CheckpointState:
     def properties(self) -> Properties:
         """The properties."""
         return self._properties
+
+
+_NUMPY = {
+    np.dtype("float32"): torch.float32,
+    np.dtype("float64"): torch.float64,
+    np.dtype("float16"): torch.float16,
+    np.dtype("int64"): torch.int64,
+    np.dtype("int32"): torch.int32,
+    np.dtype("int16"): torch.int16,
+    np.dtype("int8"): torch.int8,
+    np.dtype("uint8"): torch.uint8,
+    np.dtype("bool"): torch.bool,
+}
+
+
+def checked(inputs: Sequence[Any], infos: Sequence[InputInfo]) -> list[Tensor]:
+    """``inputs`` (numpy arrays, OrtValues or torch tensors) as contiguous tensors of the declared form.
+
+    Raises:
+        ValueError: another number of inputs, another element type or another size than declared, sizes of one name
+            that differ.
+        TypeError: something else.
+    """
+    if len(inputs) != len(infos):
+        raise ValueError(
+            f"The step takes {len(infos)} inputs ({', '.join(i.name for i in infos)}), but got {len(inputs)}."
+        )
+    found = []
+    for value, info in zip(inputs, infos, strict=True):
+        tensor = as_tensor(value, info.name)
+        if tensor.dtype != info.dtype:
+            raise ValueError(f"Input {info.name!r} is {tensor.dtype}; expected {info.dtype}.")
+        found.append(tensor)
+    wrong = mismatch(infos, [t.shape for t in found])
+    if wrong is not None:
+        raise ValueError(wrong)
+    return found
+
+
+def as_tensor(value: Any, name: str) -> Tensor:
+    """A contiguous tensor on the CPU."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu().contiguous()
+    if isinstance(value, onnxruntime.OrtValue):
+        value = value.numpy()
+    if isinstance(value, np.generic):
+        value = np.asarray(value)
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"{name!r} is a {type(value).__name__}; expected a numpy array, an OrtValue or a torch tensor.")
+    if value.dtype not in _NUMPY:
+        raise ValueError(f"{name!r} is {value.dtype}, which no tensor can hold.")
+    if not (value.flags.c_contiguous and value.flags.writeable):
+        value = value.copy(order="C")
+    return torch.from_numpy(value)
+
+
+def given_back(results: Sequence[Tensor], inputs: Sequence[Any]) -> Any:
+    """One result, or a tuple: OrtValues if all inputs are OrtValues, tensors if all are tensors, else numpy arrays."""
+    found: list[Any]
+    if inputs and all(isinstance(x, onnxruntime.OrtValue) for x in inputs):
+        found = [owning(r.numpy()) for r in results]
+    elif inputs and all(isinstance(x, Tensor) for x in inputs):
+        found = list(results)
+    else:
+        found = [r.numpy() for r in results]
+    return found[0] if len(found) == 1 else tuple(found)

@@ -1,4 +1,4 @@
-"""The two directions, with everything checked before anything is changed."""
+"""Weights and optimizer states from a training in torch to one on a device, and back."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_ort.checkpoints.names import SHARED, moments_from_orttrainer, moments_to_orttrainer
+from lightning_ort.checkpoints.state import OptimizerState, TrainingState
 from lightning_ort.ondevice.checkpoint import CheckpointState
-from lightning_ort.ondevice.exchange.ort_trainer import optimizer_of_trainer, trainer_state
-from lightning_ort.ondevice.exchange.torch_optimizer import optimizer_of_torch, torch_state
-from lightning_ort.ondevice.state import OptimizerState, TrainingState
+from lightning_ort.ondevice.exchange_optimizers import optimizer_of_torch, torch_state
 from lightning_ort.trainer import ORTTrainer
 
-__all__ = ["copy_from_torch", "copy_to_torch"]
+__all__ = ["copy_from_torch", "copy_to_torch", "optimizer_of_trainer", "trainer_state"]
 
 
 @torch.no_grad()
@@ -158,3 +158,60 @@ def _checked(state: TrainingState, tensors: Mapping[str, Any]) -> list[tuple[Ten
                 f"shape {list(other.shape)} in the module."
             )
     return [(tensor, tensors[name]) for name, tensor in state.tensors.items()]
+
+
+_KINDS = {"AdamOptimizer": ("AdamW",), "LambOptimizer": ("Lamb",), "SGDOptimizer": ("SGD",)}
+
+
+def trainer_state(state: TrainingState, trainer: ORTTrainer) -> dict[str, Any]:
+    """For ``load_state_dict`` of ``trainer``: weights, moments and counters of ``state``.
+
+    Counters of an ORTTrainer start at 1.
+
+    Raises:
+        ValueError: the state of another optimizer, or none.
+    """
+    own, name = state.optimizer, trainer.optim_config.name
+    if own is None or (own.step and own.kind != "SGD" and not own.moments):
+        raise ValueError("The checkpoint holds no optimizer state. Save it with include_optimizer_state=True.")
+    if own.kind not in _KINDS[name]:
+        raise ValueError(f"The checkpoint holds the state of {own.kind}, but the trainer has {name}.")
+    if any("momentum" in moments for moments in own.moments.values()):
+        raise ValueError("The checkpoint holds a momentum, which ORTTrainer's SGD does not have.")
+    found = trainer.state_dict()
+    weights = dict(found["model"]["full_precision"])
+    unknown = sorted(set(state.tensors) - set(weights))
+    if unknown:
+        raise ValueError(f"The checkpoint holds {', '.join(unknown)}, which the trainer does not have.")
+    weights |= {n: t.numpy().copy() for n, t in state.tensors.items()}
+    moments = {w: {s: t.numpy().copy() for s, t in m.items()} for w, m in own.moments.items()}
+    optimizer = moments_to_orttrainer(name, moments, dict.fromkeys(own.moments, own.step + 1))
+    info = {"optimization_step": own.step, "step": own.step}
+    return found | {"model": {"full_precision": weights}, "optimizer": optimizer, "train_step_info": info}
+
+
+def optimizer_of_trainer(state: TrainingState, trainer: ORTTrainer) -> OptimizerState:
+    """What the optimizer of ``trainer`` remembers.
+
+    Raises:
+        ValueError: it trains other parameters than ``state``, or has updated them a different number of times.
+    """
+    found, name = trainer.state_dict()["optimizer"], trainer.optim_config.name
+    (kind,) = _KINDS[name]
+    own = OptimizerState(kind, trainer.optim_config.lr)
+    info = trainer.state_dict()["train_step_info"]
+    if kind == "SGD":
+        own.step, own.moments = info["optimization_step"], {n: {} for n in state.trained}
+        return own
+    weights = {n: moments_from_orttrainer(v) for n, v in found.items() if n != SHARED}
+    if set(weights) != set(state.trained):
+        raise ValueError(
+            f"The trainer trains {', '.join(sorted(weights))}; the checkpoint {', '.join(sorted(state.trained))}."
+        )
+    own.moments = {n: {s: torch.as_tensor(value).clone() for s, value in weights[n][0].items()} for n in state.trained}
+    shared = moments_from_orttrainer(found.get(SHARED, {}))[1]
+    distinct = {(count if shared is None else shared) or 0 for _, count in weights.values()}
+    if len(distinct) != 1:
+        raise ValueError(f"The weights were updated {sorted(distinct)} times; a device counts all of them as one.")
+    own.step = distinct.pop() - 1
+    return own

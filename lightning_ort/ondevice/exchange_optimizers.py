@@ -10,25 +10,27 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_ort import optim
-from lightning_ort.ondevice.state import OptimizerState, TrainingState
+from lightning_ort.checkpoints.state import OptimizerState, TrainingState
+from lightning_ort.optim.kinds import TORCH_STATES, known_class
 
 __all__ = ["optimizer_of_torch", "torch_state"]
 
-_MOMENTS = {
-    "Adam": {"moment_1": "exp_avg", "moment_2": "exp_avg_sq"},
-    "AdamW": {"moment_1": "exp_avg", "moment_2": "exp_avg_sq"},
-    "Lamb": {"moment_1": "exp_avg", "moment_2": "exp_avg_sq"},
-    "SGD": {"momentum": "momentum_buffer"},
+_KINDS: dict[type[Optimizer], str] = {
+    AdamW: "AdamW", Adam: "Adam", SGD: "SGD", optim.AdamW: "AdamW", optim.Lamb: "Lamb",
+}  # fmt: skip
+_STATES = {
+    "Adam": ("moment_1", "moment_2"),
+    "AdamW": ("moment_1", "moment_2"),
+    "Lamb": ("moment_1", "moment_2"),
+    "SGD": ("momentum",),
 }
-"""kind of an optimizer to the names that its moments have here and in torch"""
+"""kind of an optimizer to the states that it may have"""
 
 
 def _kind(optimizer: Optimizer) -> str:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}; expected one of torch.optim.")
-    # AdamW is a kind of Adam
-    kinds = (AdamW, Adam, SGD, optim.AdamW, optim.Lamb)
-    kind = next((k.__name__ for k in kinds if isinstance(optimizer, k)), None)
+    kind = _KINDS.get(known_class(optimizer) or Optimizer)
     if kind is None:
         raise ValueError(
             f"The optimizer is a {type(optimizer).__name__}; expected torch's AdamW, Adam or SGD, or lightning_ort's "
@@ -66,7 +68,7 @@ def torch_state(state: TrainingState, optimizer: Optimizer, parameters: Mapping[
             "The checkpoint holds no optimizer state. Save it with include_optimizer_state=True, or leave out the "
             "optimizer."
         )
-    if _MOMENTS.get(own.kind) != _MOMENTS[kind] or (kind == "Lamb") != (own.kind == "Lamb"):
+    if _STATES.get(own.kind) != _STATES[kind] or (kind == "Lamb") != (own.kind == "Lamb"):
         raise ValueError(f"The checkpoint holds the state of {own.kind}, but the optimizer is {kind}.")
     found = optimizer.state_dict()
     heavy = any(group.get("momentum") for group in optimizer.param_groups)
@@ -76,7 +78,7 @@ def torch_state(state: TrainingState, optimizer: Optimizer, parameters: Mapping[
         if heavy and own.step and not moments:
             raise ValueError("The checkpoint holds no momentum, but the optimizer has one.")
         if own.step and (moments or kind != "SGD"):
-            entry: dict[str, Any] = {_MOMENTS[kind][m]: t.clone() for m, t in moments.items()}
+            entry: dict[str, Any] = {TORCH_STATES[m]: t.clone() for m, t in moments.items()}
             found["state"][number] = entry if kind == "SGD" else entry | {"step": torch.tensor(float(own.step))}
     for group in found["param_groups"]:
         rate = group["lr"]
@@ -104,11 +106,11 @@ def optimizer_of_torch(
     if len(steps) > 1:
         raise ValueError(f"The parameters were updated {sorted(steps)} times; a device counts all of them as one.")
     heavy = kind == "SGD" and any(group["momentum"] for group in optimizer.param_groups)
-    names = _MOMENTS[kind] if kind != "SGD" or heavy else {}
+    states = _STATES[kind] if kind != "SGD" or heavy else ()
     moments = {}
     for name, entry in per_name.items():
         like = state.parameters[name]
-        values = {m: entry.get(t) for m, t in names.items()}
+        values = {m: entry.get(TORCH_STATES[m]) for m in states}
         moments[name] = {
             m: (torch.zeros_like(like) if t is None else t.detach().cpu().clone()) for m, t in values.items()
         }

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
 import onnxruntime
 import torch
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 from torch import Tensor
 
-from lightning_ort.ondevice.checkpoint import CheckpointState
-from lightning_ort.ondevice.flavour import flavour_of_model
-from lightning_ort.ondevice.inference import save_inference_model
-from lightning_ort.ondevice.memory import Packed
-from lightning_ort.ondevice.step import Step
-from lightning_ort.ondevice.values import as_tensor, checked, given_back
+from lightning_ort.compiler.aot.step_graph import StepGraph
+from lightning_ort.compiler.aot.step_runner import StepRunner
+from lightning_ort.compiler.passes.cleanup import RemoveUnusedInputsPass
+from lightning_ort.errors import CheckpointError
+from lightning_ort.files.onnx_models import save_onnx
+from lightning_ort.files.reading import refusing
+from lightning_ort.ondevice.checkpoint import CheckpointState, as_tensor, checked, given_back
+from lightning_ort.ondevice.formats import flavour_of_model
 from lightning_ort.runtime.config import RuntimeConfig
-from lightning_ort.runtime.ort_values import owning
+from lightning_ort.runtime.memory import Packed
+from lightning_ort.runtime.tensors import owning
+from lightning_ort.validation import flag, path, shown
 
-__all__ = ["Module"]
+__all__ = ["Module", "save_inference_model"]
 
 Path_ = str | os.PathLike[str]
 
@@ -56,25 +63,33 @@ class Module:
     ) -> None:
         if not isinstance(state, CheckpointState):
             raise TypeError(f"state is a {type(state).__name__}; expected a CheckpointState.")
-        if device.split(":")[0] != "cpu":
-            raise ValueError(f"device={device!r}: expected 'cpu'; training on a device runs on the CPU only.")
+        if not isinstance(device, str) or device.split(":")[0] != "cpu":
+            raise ValueError(f"device={shown(device)}: expected 'cpu'; training on a device runs on the CPU only.")
+        config = RuntimeConfig(session_options=session_options)
+        config.check()
         values = state.training_state
-        train_path = Path(train_model_uri)
-        graph = flavour_of_model(train_path).load_train_step(train_path, values)
+        train_path = Path(path("train_model_uri", train_model_uri))
+        with _using(train_path):
+            graph = flavour_of_model(train_path).load_train_step(train_path, values)
         evaluation = None
         if eval_model_uri is not None:
-            eval_path = Path(eval_model_uri)
-            evaluation = flavour_of_model(eval_path).load_eval_step(eval_path, values)
+            eval_path = Path(path("eval_model_uri", eval_model_uri))
+            with _using(eval_path):
+                evaluation = flavour_of_model(eval_path).load_eval_step(eval_path, values)
         trained = {n: values.parameters[n] for n in values.trained}
-        frozen = {n: p for n, p in values.parameters.items() if n not in trained}
-        self.config = RuntimeConfig(session_options=session_options)
+        frozen = {n: p.contiguous() for n, p in values.parameters.items() if n not in trained}
+        self.config = config
         self.memory, self.gradients = Packed(trained), Packed(trained)
         self.memory.fill(trained)
         self._scratch: Packed | None = None
         tensors = self.memory.views | frozen | values.buffers
         gradients = {n: self.gradients.views[n] for n in graph.gradients}
-        self._train = Step(graph, tensors, gradients, self.config)
-        self._eval = None if evaluation is None else Step(evaluation, tensors, {}, self.config)
+        with _using(train_path):
+            self._train = StepRunner(graph, tensors, gradients, self.config)
+        self._eval = None
+        if evaluation is not None:
+            with _using(Path(eval_model_uri or "")):
+                self._eval = StepRunner(evaluation, tensors, {}, self.config)
         # nothing can fail any more
         values.parameters = {n: tensors[n] for n in values.parameters}
         self._tensors, self.state, self.training = tensors, state, True
@@ -108,12 +123,12 @@ class Module:
             if again is not None:
                 self._accumulates = self._accumulates or training
                 return again
-        self._require_values()
+        self.require_values()
         inputs = checked(user_inputs, step.graph.inputs)
         results = self._accumulated(inputs) if training else step(inputs)
         return given_back(results, user_inputs)
 
-    def _step(self) -> Step:
+    def _step(self) -> StepRunner:
         if self.training:
             return self._train
         if self._eval is None:
@@ -146,7 +161,7 @@ class Module:
     def _failed(self, training: bool) -> None:
         """A step did that would have replaced the gradients: what is there are neither the old nor the new ones."""
         if training:
-            self.state.gradients = {}
+            self.state.gradients = None
 
     def _computed(self) -> None:
         """There are gradients now."""
@@ -155,7 +170,7 @@ class Module:
 
     def train(self, mode: bool = True) -> Module:
         """Let calls be training steps (or evaluations, with ``mode=False``); ``self``."""
-        self.training = mode
+        self.training = flag("mode", mode)
         return self
 
     def eval(self) -> Module:
@@ -166,11 +181,12 @@ class Module:
         """Let the next training step replace the gradients instead of adding to them."""
         self._accumulates = False
 
-    def _require_values(self) -> None:
+    def require_values(self) -> None:
+        """Raise a RuntimeError while the parameters have no values (a nominal checkpoint)."""
         if self.state.training_state.nominal:
             raise RuntimeError(
-                "The parameters have no values yet: the checkpoint is a nominal one, which holds their names. Call "
-                "copy_buffer_to_parameters(buffer, trainable_only=False) first."
+                "The parameters have no values yet: the checkpoint is a nominal one, which holds their names. Please "
+                "load the model parameters first. copy_buffer_to_parameters(buffer, trainable_only=False) does it."
             )
 
     def _chosen(self, trainable_only: bool) -> list[str]:
@@ -198,7 +214,7 @@ class Module:
             ValueError: they are not of one element type.
             RuntimeError: they have no values yet (a nominal checkpoint).
         """
-        self._require_values()
+        self.require_values()
         tensors = self._in_order(trainable_only)
         tensors = [t.to(tensors[0].dtype).reshape(-1) for t in tensors]
         return owning(torch.cat(tensors).numpy())
@@ -256,7 +272,40 @@ class Module:
         return list(self._step().graph.outputs)
 
 
+def _using(path: Path) -> contextlib.AbstractContextManager[None]:
+    return refusing(path, "not to be used", kind=CheckpointError)
+
+
 def _one_type(tensors: Sequence[Tensor]) -> None:
+    if not tensors:
+        raise ValueError("There are no such parameters: the checkpoint has none, or none that is trained.")
     found = sorted({str(t.dtype) for t in tensors})
     if len(found) != 1:
         raise ValueError(f"The parameters are of {len(found)} element types ({', '.join(found)}); expected one.")
+
+
+def save_inference_model(graph: StepGraph, tensors: Mapping[str, Tensor], path: Path, outputs: Sequence[str]) -> None:
+    """Write a model from the inputs of ``graph`` that are needed to its values ``outputs``.
+
+    Raises:
+        ValueError: the graph has no such value, or none is asked for.
+    """
+    model = graph.model.clone()
+    values = {str(v.name): v for node in model.graph for v in node.outputs}
+    unknown = [n for n in outputs if n not in values]
+    if unknown or not outputs:
+        given = ", ".join(str(v.name) for v in model.graph.outputs)
+        raise ValueError(
+            f"The graph has no value {', '.join(map(repr, unknown)) or 'to be exported'}. It gives: {given}."
+        )
+    model.graph.outputs.clear()
+    model.graph.outputs.extend(values[n] for n in outputs)
+    for value in list(model.graph.inputs):
+        name = graph.tensors.get(str(value.name))
+        if name is not None:
+            model.graph.inputs.remove(value)
+            value.const_value = ir.Tensor(tensors[name].detach().cpu().contiguous().numpy(), name=value.name)
+            model.graph.register_initializer(value)
+    RemoveUnusedNodesPass()(model)
+    RemoveUnusedInputsPass()(model)
+    save_onnx(model, path)

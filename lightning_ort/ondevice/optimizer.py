@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torch import Tensor
-
-from lightning_ort.ondevice.flavour import flavour_of_model
-from lightning_ort.ondevice.memory import Packed
+from lightning_ort.checkpoints.state import OptimizerState
+from lightning_ort.errors import CheckpointError
+from lightning_ort.files.reading import refusing
+from lightning_ort.ondevice.formats import flavour_of_model
 from lightning_ort.ondevice.module import Module
-from lightning_ort.ondevice.state import OptimizerState
-from lightning_ort.updates import FusedAdam, Update
+from lightning_ort.optim.updater import Updater
+from lightning_ort.runtime.memory import Packed
+from lightning_ort.validation import is_whole, number, path, shown, single
 
-__all__ = ["Optimizer"]
+__all__ = ["LinearLRScheduler", "Optimizer"]
 
 
 class Optimizer:
@@ -36,9 +35,10 @@ class Optimizer:
     def __init__(self, optimizer_uri: str | os.PathLike[str], module: Module) -> None:
         if not isinstance(module, Module):
             raise TypeError(f"module is a {type(module).__name__}; expected lightning_ort.ondevice.Module.")
-        path = Path(optimizer_uri)
+        uri = Path(path("optimizer_uri", optimizer_uri))
         values = module.state.training_state
-        self._config = config = flavour_of_model(path).load_optimizer(path, values)
+        with refusing(uri, "not to be used", kind=CheckpointError):
+            self._config = config = flavour_of_model(uri).load_optimizer(uri, values)
         old = values.optimizer
         state = OptimizerState(config.kind, config.lr)
         if old is not None:
@@ -50,29 +50,15 @@ class Optimizer:
             for s, memory in packed.items():
                 memory.fill({n: old.moments[n][s] for n in trained})
         state.moments = {n: {s: memory.views[n] for s, memory in packed.items()} for n in trained}
-        params: list[Tensor]
+        params, gradients = trained, {n: module.gradients.views[n] for n in trained}
+        moments = state.moments
         if config.rule.elementwise:
             # all parameters of one type as one
-            params = list(module.memory.flat.values())
-            states = [[packed[s].flat[p.dtype] for s in config.states] for p in params]
-            gradients = list(module.gradients.flat.values())
-        else:
-            params = list(trained.values())
-            states = [list(state.moments[n].values()) for n in trained]
-            gradients = [module.gradients.views[n] for n in trained]
-        types = list(dict.fromkeys(p.dtype for p in params))
-        groups = [types.index(p.dtype) for p in params]
-        limit = config.clip_grad_norm
-        # the fused kernel would leave clipped gradients behind, which may be added to
-        self._numbers: Callable[[float, int], Sequence[float]]
-        self._update: Callable[[Sequence[float]], None]
-        if limit is None and FusedAdam.can_do(config.rule, params, module.config):
-            self._numbers = config.fused_numbers
-            self._update = FusedAdam(params, states, groups).bound_to(gradients)
-        else:
-            self._numbers = config.numbers
-            update = Update(config.rule, params, states, groups, module.config, clip=limit is not None)
-            self._update = _InGraph(update, gradients, limit, len(types))
+            params = {str(t.dtype): t for t in module.memory.flat.values()}
+            moments = {name: {s: packed[s].flat[p.dtype] for s in config.states} for name, p in params.items()}
+            gradients = {str(t.dtype): t for t in module.gradients.flat.values()}
+        updater = Updater(dict.fromkeys(params, config), params, module.config, moments=moments)
+        self._update = updater.bound_to(gradients)
         self._module, values.optimizer = module, state
 
     @property
@@ -90,48 +76,29 @@ class Optimizer:
         """Update the parameters once by the gradients as they are.
 
         Raises:
-            RuntimeError: there are none yet.
+            RuntimeError: there are none yet, or the parameters have no values yet (a nominal checkpoint).
         """
         held = self._module.state
         if not held.gradients:
+            self._module.require_values()
             raise RuntimeError("There are no gradients yet: call the module in training mode before optimizer.step().")
         state = held.training_state.optimizer
         assert state is not None
-        self._update(self._numbers(state.learning_rate, state.step + 1))
+        self._update(state.learning_rate, state.step + 1)
         state.step += 1
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the learning rate of the next updates.
 
         Raises:
-            ValueError: a number below 0, or none at all.
+            TypeError: it is no number.
+            ValueError: it is below 0, NaN or infinite.
         """
-        rate = float(learning_rate)
-        if not math.isfinite(rate) or rate < 0:
-            raise ValueError(f"learning_rate={learning_rate!r}: expected a number from 0.")
-        self._state.learning_rate = rate
+        self._state.learning_rate = number("learning_rate", single(learning_rate), low=0)
 
     def get_learning_rate(self) -> float:
         """The learning rate of the next update."""
         return self._state.learning_rate
-
-
-class _InGraph:
-    """An update by ONNX Runtime, of gradients that stay where they are."""
-
-    def __init__(self, update: Update, gradients: list[Tensor], limit: float | None, groups: int) -> None:
-        self._graph, self._gradients, self._groups = update, gradients, groups
-        self._limits = None if limit is None else [limit] * groups
-        self._has_run = False
-
-    def __call__(self, numbers: Sequence[float]) -> None:
-        for group in range(self._groups):
-            self._graph.set_coefficients(group, numbers)
-        if self._has_run:
-            self._graph.run_again()
-        else:
-            self._graph.run(self._gradients, limits=self._limits)
-            self._has_run = True
 
 
 def _check(old: OptimizerState, kind: str, states: tuple[str, ...], trained: tuple[str, ...]) -> None:
@@ -146,3 +113,49 @@ def _check(old: OptimizerState, kind: str, states: tuple[str, ...], trained: tup
             raise ValueError(
                 f"The checkpoint holds the states {sorted(found)} for {name!r}; {kind} needs {sorted(wanted)}."
             )
+
+
+class LinearLRScheduler:
+    """Raises the learning rate from 0 to ``initial_lr`` in ``warmup_step_count`` steps, then lowers it to 0.
+
+    Update number ``k`` (from 0) is made with ``initial_lr * k / warmup_step_count`` in the warm-up, and after it with
+    ``initial_lr * (total_step_count - k) / (total_step_count - warmup_step_count)``. (ONNX Runtime's own class takes
+    each of the two counts for the other.) What has been done is read from the optimizer, so that a training that goes
+    on from a checkpoint goes on with its schedule.
+
+    Args:
+        optimizer: whose learning rate is set, now and by :meth:`step`.
+        warmup_step_count: number of steps of the warm-up.
+        total_step_count: number of steps in all.
+        initial_lr: learning rate at the end of the warm-up.
+
+    Raises:
+        TypeError: an argument of another kind.
+        ValueError: negative or inverted counts, or a rate that cannot be.
+    """
+
+    def __init__(self, optimizer: Optimizer, warmup_step_count: int, total_step_count: int, initial_lr: float) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer={shown(optimizer)}: expected a lightning_ort.ondevice.Optimizer.")
+        if not (is_whole(warmup_step_count) and is_whole(total_step_count)):
+            raise TypeError(
+                f"warmup_step_count={shown(warmup_step_count)}, total_step_count={shown(total_step_count)}: expected "
+                "integers."
+            )
+        if not 0 <= warmup_step_count <= total_step_count:
+            raise ValueError(
+                f"warmup_step_count={warmup_step_count!r}, total_step_count={total_step_count!r}: expected 0 <= "
+                "warmup_step_count <= total_step_count."
+            )
+        self._optimizer, self._initial = optimizer, number("initial_lr", initial_lr, low=0)
+        self._warmup, self._total = warmup_step_count, total_step_count
+        self.step()
+
+    def step(self) -> None:
+        """Set the learning rate of the next update; to be called after each ``optimizer.step()``."""
+        done = self._optimizer.step_count
+        if done < self._warmup:
+            factor = done / self._warmup
+        else:
+            factor = max(self._total - done, 0) / max(self._total - self._warmup, 1)
+        self._optimizer.set_learning_rate(self._initial * factor)

@@ -1,17 +1,34 @@
-"""A torch optimizer as the optimizer of artifacts."""
+"""Which optimizer an artifact holds."""
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
 
-from lightning_ort.ondevice.optimizers import OptimizerConfig
-from lightning_ort.optim import AdamW, Lamb
+from lightning_ort.optim.kinds import known_class, unwrapped
+from lightning_ort.optim.optimizers import AdamW, Lamb
+from lightning_ort.optim.settings import OptimizerSettings
 
-__all__ = ["config_of"]
+__all__ = ["OptimType", "OptimizerConfig", "config_of"]
 
+
+class OptimType(enum.Enum):
+    """Optimizers of artifacts; those of ONNX Runtime are the first two."""
+
+    AdamW = 1
+    SGD = 2
+    Adam = 3
+    Lamb = 4
+
+
+OptimizerConfig = OptimizerSettings
+"""The settings, under the name that users of artifacts know."""
+
+_KINDS: dict[type[torch.optim.Optimizer], str] = {
+    torch.optim.AdamW: "AdamW", torch.optim.Adam: "Adam", torch.optim.SGD: "SGD", AdamW: "AdamW", Lamb: "Lamb",
+}  # fmt: skip
 _REFUSED = {"amsgrad": False, "maximize": False, "dampening": 0}
 
 
@@ -22,15 +39,11 @@ def config_of(optimizer: torch.optim.Optimizer, *, clip_grad_norm: float | None 
         ValueError: another class than torch's AdamW, Adam and SGD and this package's AdamW and Lamb, or settings that
             artifacts have not.
     """
-    if isinstance(optimizer, LightningOptimizer):
-        optimizer = optimizer.optimizer
+    optimizer = unwrapped(optimizer)
     name = type(optimizer).__name__
-    kinds: dict[type, str] = {
-        torch.optim.AdamW: "AdamW", torch.optim.Adam: "Adam", torch.optim.SGD: "SGD", AdamW: "AdamW", Lamb: "Lamb",
-    }  # fmt: skip
-    kind = kinds.get(type(optimizer))
+    kind = _KINDS.get(known_class(optimizer) or torch.optim.Optimizer)
     if kind is None:
-        known = ", ".join(dict.fromkeys(f"{k.__module__.split('.')[0]}'s {k.__name__}" for k in kinds))
+        known = ", ".join(dict.fromkeys(f"{k.__module__.split('.')[0]}'s {k.__name__}" for k in _KINDS))
         raise ValueError(f"optimizer is a {name}; artifacts can hold {known}. Pass an OptimizerConfig.")
     groups = [{k: v for k, v in g.items() if k not in ("params", "initial_lr")} for g in optimizer.param_groups]
     if any(g != groups[0] for g in groups):

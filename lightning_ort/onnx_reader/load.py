@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import os
-from pathlib import Path
+from collections.abc import Iterator
 
 import onnx
 import onnx.inliner
-from google.protobuf.message import DecodeError
 
-from lightning_ort.errors import UnsupportedError
-from lightning_ort.onnx_reader.control_flow import CONTROL_FLOW
+from lightning_ort.errors import CheckpointError, UnsupportedError
+from lightning_ort.files.onnx_files import check_count, check_model, read_onnx
+from lightning_ort.files.reading import refusing
+from lightning_ort.onnx_reader.reader import CONTROL_FLOW
 from lightning_ort.onnx_reader.registry import OPERATORS
 from lightning_ort.onnx_reader.values import label_of
+from lightning_ort.validation import path
 
-__all__ = ["MAX_OPSET", "MIN_OPSET", "Model", "load"]
+__all__ = [
+    "MAX_OPSET",
+    "MIN_OPSET",
+    "Model",
+    "load",
+    "name_of",
+    "parsed",
+    "state_initializers",
+    "trainable_initializers",
+    "using",
+]
 
 MIN_OPSET, MAX_OPSET = 13, 21
 STRUCTURE = frozenset({"Constant", "Identity", *CONTROL_FLOW})
@@ -29,10 +43,16 @@ def load(model: Model) -> onnx.ModelProto:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: the file or the bytes are no ONNX model.
+        CheckpointError: the file or the bytes are no ONNX model, or a damaged one.
         UnsupportedError: another opset than 13 to 21, or operators that are not in the table, each with its node.
     """
-    proto = _parse(model)
+    proto = parsed(model)
+    with using(name_of(model)):
+        return _written_out(proto)
+
+
+def _written_out(proto: onnx.ModelProto) -> onnx.ModelProto:
+    check_count(proto)
     if any(f.name for f in proto.functions):
         proto = onnx.inliner.inline_local_functions(proto)
     opset = next((i.version for i in proto.opset_import if i.domain in ("", "ai.onnx")), None)
@@ -47,24 +67,36 @@ def load(model: Model) -> onnx.ModelProto:
     return proto
 
 
-def _parse(model: Model) -> onnx.ModelProto:
+def parsed(model: Model) -> onnx.ModelProto:
+    """``model`` as it is, whatever its operators; a ModelProto that was passed in is returned itself.
+
+    Raises:
+        FileNotFoundError, ValueError: no such file, or no ONNX model.
+    """
     if isinstance(model, onnx.ModelProto):
+        with using(name_of(model)):
+            check_model(model)
         return model
     if not isinstance(model, (bytes, bytearray, str, os.PathLike)):
         raise TypeError(f"model is a {type(model).__name__}; expected onnx.ModelProto, bytes or a path")
-    name = "the bytes passed as model" if isinstance(model, (bytes, bytearray)) else f"{os.fspath(model)!r}"
-    try:
-        if isinstance(model, (bytes, bytearray)):
-            proto = onnx.load_model_from_string(bytes(model))
-        else:
-            if not Path(model).is_file():
-                raise FileNotFoundError(f"There is no ONNX file {name}.")
-            proto = onnx.load_model(os.fspath(model))
-    except DecodeError as error:
-        raise ValueError(f"{name} is no ONNX model, or a truncated one ({error}).") from error
-    if not proto.graph.node and not proto.graph.output:
-        raise ValueError(f"{name} holds no ONNX graph.")
+    if not isinstance(model, (bytes, bytearray)):
+        return read_onnx(path("model", model))
+    with refusing(name_of(model), "no ONNX model, or a truncated one"):
+        proto = onnx.load_model_from_string(bytes(model))
+        check_model(proto)
     return proto
+
+
+def name_of(model: Model) -> str:
+    """What a model is called in messages."""
+    if isinstance(model, (str, os.PathLike)):
+        return repr(os.fspath(model))
+    return "the ONNX model" if isinstance(model, onnx.ModelProto) else "the bytes passed as model"
+
+
+def using(name: str) -> contextlib.AbstractContextManager[None]:
+    """A block that uses what :func:`load` gave: its errors begin with ``name``, which :func:`name_of` gave."""
+    return refusing(name, "not to be used", kind=CheckpointError, prefix=name.startswith("'"))
 
 
 def _unknown(graph: onnx.GraphProto) -> list[str]:
@@ -78,3 +110,60 @@ def _unknown(graph: onnx.GraphProto) -> list[str]:
             if attribute.type == onnx.AttributeProto.GRAPH:
                 found += _unknown(attribute.g)
     return found
+
+
+_FLOATS = {
+    onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16,
+}  # fmt: skip
+_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
+"""With this key torch's exporter says which initializer was a parameter, a buffer or a constant."""
+
+_FOLDED = "pkg.onnxscript.optimizer.folded_from"
+"""With this key its optimizer lists the names of what an initializer was computed from."""
+
+
+def _uses(graph: onnx.GraphProto) -> Iterator[tuple[str, str, str]]:
+    """(value, operator, how the operator calls that input) of all nodes."""
+    for node in graph.node:
+        row = OPERATORS.get(("" if node.domain == "ai.onnx" else node.domain, node.op_type))
+        for position, name in enumerate(node.input):
+            if name and row is not None and (row.variadic or position < len(row.inputs)):
+                role = row.input_name(position)
+                kind = "state" if role in row.state else "constant" if role in row.constants else "tensor"
+                yield name, node.op_type, kind
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                yield from _uses(attribute.g)
+    for output in graph.output:
+        yield output.name, "", "tensor"
+
+
+def trainable_initializers(model: onnx.ModelProto) -> list[str]:
+    """Names of float initializers that reach an operator where a gradient can reach them.
+
+    Sizes, bounds, scales of resizing, class weights and running statistics are not among them. Where torch's exporter
+    has marked the parameters, only these count, and what it folded from the tensor of a submodule or, as a matrix, from
+    one tensor (the transposed weights of ``Linear``, the reshaped ones of ``GroupNorm``).
+    """
+    used = {name for name, _, kind in _uses(model.graph) if kind == "tensor"}
+    used |= {o.name for o in model.graph.output}
+    floats = [i.name for i in model.graph.initializer if i.data_type in _FLOATS and i.name in used]
+    kinds = {v.name: p.value for v in model.graph.value_info for p in v.metadata_props if p.key == _KIND}
+    if "PARAMETER" not in kinds.values():
+        return floats
+    matrices = {i.name for i in model.graph.initializer if len(i.dims) == 2}
+    folded = set()
+    for info in model.graph.value_info:
+        for note in info.metadata_props:
+            if note.key == _FOLDED:
+                sources = ast.literal_eval(note.value)
+                # the exporter's own values have no dot in their names
+                if any("." in s for s in sources) or (len(sources) == 1 and info.name in matrices):
+                    folded.add(info.name)
+    return [name for name in floats if kinds.get(name) == "PARAMETER" or name in folded]
+
+
+def state_initializers(model: onnx.ModelProto) -> list[str]:
+    """Names of initializers that a training run changes: running statistics."""
+    state = {name for name, _, kind in _uses(model.graph) if kind == "state"}
+    return [i.name for i in model.graph.initializer if i.name in state]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import onnx
 import torch
 from torch import fx, nn
 
 from lightning_ort.onnx_reader import operators  # noqa: F401  (fills the table)
-from lightning_ort.onnx_reader.build import Reader, identifier
-from lightning_ort.onnx_reader.load import Model, load
-from lightning_ort.onnx_reader.parameters import state_initializers, trainable_initializers
+from lightning_ort.onnx_reader.load import Model, load, name_of, state_initializers, trainable_initializers, using
+from lightning_ort.onnx_reader.reader import Reader, identifier
 from lightning_ort.onnx_reader.values import tensor_from
 
 __all__ = ["OnnxModule", "to_torch"]
@@ -64,6 +64,11 @@ def to_torch(model: Model, parameters: Collection[str] | None = None) -> OnnxMod
         UnsupportedError: an operator, attribute or opset that cannot be read, named with its node.
     """
     proto = load(model)
+    with using(name_of(model)):
+        return _module(proto, parameters)
+
+
+def _module(proto: onnx.ModelProto, parameters: Collection[str] | None) -> OnnxModule:
     tensors = {i.name: i for i in proto.graph.initializer}
     trained = trainable_initializers(proto) if parameters is None else list(dict.fromkeys(parameters))
     unknown = [name for name in trained if name not in tensors]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+import math
 import operator as python_operator
 import re
 from collections.abc import Callable, Sequence
@@ -11,15 +12,22 @@ from typing import Any
 import onnx
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_ort.errors import UnsupportedError
-from lightning_ort.onnx_reader import numbers
-from lightning_ort.onnx_reader.control_flow import CONTROL_FLOW
-from lightning_ort.onnx_reader.number_rules import dtype_of, length_of, number_type
+from lightning_ort.files.onnx_files import MOST_NODES
+from lightning_ort.onnx_reader import shape_arithmetic
 from lightning_ort.onnx_reader.registry import OPERATORS, Operator
+from lightning_ort.onnx_reader.shape_arithmetic import dtype_of, length_of, number_type
 from lightning_ort.onnx_reader.values import Computed, Constant, Number, Value, attributes_of, label_of, tensor_from
 
-__all__ = ["Reader", "identifier"]
+__all__ = ["CONTROL_FLOW", "Reader", "identifier", "read_if", "read_loop"]
+
+_SMALL = 1 << 12
+"""Elements of constants from which nothing is computed that is large."""
+
+_FOLDED = 1 << 25
+"""Elements that are computed of constants, besides sixteen times those of the file: a mask of 4096 by 4096 twice."""
 
 
 def identifier(name: str) -> str:
@@ -50,6 +58,10 @@ class Reader:
         self.tensors: dict[str, fx.Node] = {}
         self._anchor: fx.Node | None = None
         self._constants = 0
+        self._nodes = 0
+        self._folded = 0
+        stored = sum(math.prod(i.dims) for i in model.graph.initializer)
+        self._most_folded = _FOLDED + 16 * stored
         initializers = {i.name: i for i in model.graph.initializer}
         for info in model.graph.input:
             if info.name not in initializers:
@@ -69,6 +81,11 @@ class Reader:
 
     def read(self, graph: onnx.GraphProto) -> None:
         """Read all nodes of the graph, or of a subgraph."""
+        self._nodes += 1 + len(graph.node)
+        if self._nodes > MOST_NODES:
+            raise UnsupportedError(
+                f"The model has more than {MOST_NODES} nodes when its loops are written out, once for each iteration."
+            )
         for node in graph.node:
             try:
                 if node.op_type == "Constant" and not node.domain:
@@ -128,14 +145,14 @@ class Reader:
             target: Callable[..., Any] = OPERATORS["", name].function
             arguments = [self.tensor(inputs[0], node.input[0])]
         else:
-            target = numbers.NUMBER_OPERATORS[name]
+            target = shape_arithmetic.NUMBER_OPERATORS[name]
             arguments = [None if v is None else self._number(v) for v in inputs]
         call = self._named(self.graph.call_function(target, tuple(arguments), attributes), node)
         of_sizes = name == "Shape" and isinstance(inputs[0], Number)
         return Number(call, dtype, rank, of_sizes, length_of(name, inputs, attributes) if rank else None)
 
     def _number(self, value: Value) -> Any:
-        return numbers.as_number(value.tensor) if isinstance(value, Constant) else value.node
+        return shape_arithmetic.as_number(value.tensor) if isinstance(value, Constant) else value.node
 
     def _fold(
         self,
@@ -149,13 +166,34 @@ class Reader:
         for i, value in enumerate(inputs):
             tensor = value.tensor if isinstance(value, Constant) else None
             as_size = tensor is not None and row.input_name(i) in row.sizes
-            arguments.append(numbers.as_number(tensor) if as_size and tensor is not None else tensor)
+            arguments.append(shape_arithmetic.as_number(tensor) if as_size and tensor is not None else tensor)
+        self._check_fold(node, row, arguments, attributes)
         with torch.no_grad():
             results = row.function(*arguments, **attributes)
         if isinstance(results, (int, list)) and node.op_type in ("Shape", "Size"):
             results = torch.tensor(results, dtype=torch.int64)
         for name, result in zip(node.output, results if outputs > 1 else [results], strict=False):
             self.values[name] = Constant(result)
+
+    def _check_fold(
+        self, node: onnx.NodeProto, row: Operator, arguments: list[Any], attributes: dict[str, Any]
+    ) -> None:
+        """Refuse constants that grow beyond what the file holds, before they fill the memory."""
+        if not row.sizes and sum(a.numel() for a in arguments if isinstance(a, torch.Tensor)) < _SMALL:
+            return
+        mode = FakeTensorMode()
+        try:
+            with mode:
+                fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments]
+                results = row.function(*fakes, **attributes)
+        except Exception:  # its shape depends on values; then it has at most as many as these
+            return
+        results = results if isinstance(results, (tuple, list)) else [results]
+        self._folded += sum(r.numel() for r in results if isinstance(r, torch.Tensor))
+        if self._folded > self._most_folded:
+            raise UnsupportedError(
+                f"{label_of(node)}: its constants make a tensor of {self._folded} elements, far more than the file has."
+            )
 
     def _argument(self, node: onnx.NodeProto, row: Operator, position: int, inputs: Sequence[Value | None]) -> Any:
         value = inputs[position]
@@ -219,7 +257,7 @@ class Reader:
         if name not in self.tensors:
             if isinstance(value, Number):
                 arguments = (value.node, value.dtype, self._anchor)
-                self.tensors[name] = self.graph.call_function(numbers.as_tensor, arguments)
+                self.tensors[name] = self.graph.call_function(shape_arithmetic.as_tensor, arguments)
             else:
                 self.tensors[name] = self.graph.get_attr(self._buffer(value))
         return self.tensors[name]
@@ -243,3 +281,90 @@ def _constant(node: onnx.NodeProto) -> torch.Tensor:
     if attribute.name in ("value_int", "value_ints"):
         return torch.tensor(value, dtype=torch.int64)
     raise UnsupportedError(f"{label_of(node)}: a constant in the form of {attribute.name!r} cannot be read.")
+
+
+_LONGEST = 1000
+"""Iterations that are written out; each is a copy of the loop's body."""
+
+
+def read_if(reader: Reader, node: onnx.NodeProto) -> None:
+    """Read the branch that is taken.
+
+    Raises:
+        UnsupportedError: its condition is not constant.
+    """
+    condition = reader.values[node.input[0]]
+    if not isinstance(condition, Constant):
+        raise UnsupportedError(
+            f"{label_of(node)}: its condition is computed when the graph runs; only a constant condition can be read."
+        )
+    branch = attributes_of(node)["then_branch" if condition.tensor.item() else "else_branch"]
+    for outer, value in zip(node.output, _read(reader, branch), strict=True):
+        reader.values[outer] = value
+
+
+def read_loop(reader: Reader, node: onnx.NodeProto) -> None:
+    """Read the body once for each iteration.
+
+    Raises:
+        UnsupportedError: how often it runs depends on data, on sizes that are not constant, or is more than a
+            thousand times.
+    """
+    body: onnx.GraphProto = attributes_of(node)["body"]
+    limit, condition = (reader.values[name] if name else None for name in node.input[:2])
+    carried = [reader.values[name] for name in node.input[2:]]
+    most = _constant_number(node, limit, "its number of iterations", node.input[0])
+    goes_on = _constant_number(node, condition, "its condition", node.input[1])
+    names = [i.name for i in body.input]
+    scanned: list[list[Value]] = [[] for _ in body.output[1 + len(carried) :]]
+    count = 0
+    while (most is None or count < most) and goes_on != 0:
+        if count == _LONGEST:
+            raise UnsupportedError(f"{label_of(node)}: it runs more than {_LONGEST} times.")
+        going = Constant(torch.tensor(True)) if condition is None else condition
+        reader.values.update(zip(names, [Constant(torch.tensor(count)), going, *carried], strict=True))
+        condition, *results = _read(reader, body)
+        goes_on = _constant_number(node, condition, "its condition", body.output[0].name)
+        carried, steps = results[: len(carried)], results[len(carried) :]
+        for all_of_it, value in zip(scanned, steps, strict=True):
+            all_of_it.append(value)
+        count += 1
+    if scanned and not count:
+        raise UnsupportedError(f"{label_of(node)}: it never runs, so that the shape of its results is unknown.")
+    stacked = [_stacked(reader, values, node.output[len(carried) + i]) for i, values in enumerate(scanned)]
+    for outer, result in zip(node.output, [*carried, *stacked], strict=True):
+        if outer:
+            reader.values[outer] = result
+
+
+def _read(reader: Reader, graph: onnx.GraphProto) -> list[Value]:
+    """Values of the outputs; the names of a subgraph mean something else each time it is read."""
+    before = set(reader.tensors)
+    for proto in graph.initializer:
+        reader.values[proto.name] = Constant(tensor_from(proto))
+    reader.read(graph)
+    for name in reader.tensors.keys() - before:
+        del reader.tensors[name]
+    return [reader.values[output.name] for output in graph.output]
+
+
+def _constant_number(node: onnx.NodeProto, value: Value | None, what: str, name: str) -> int | None:
+    if value is None:
+        return None
+    if not isinstance(value, Constant):
+        raise UnsupportedError(
+            f"{label_of(node)}: {what} ({name!r}) is computed when the graph runs; only constants can be read."
+        )
+    return int(value.tensor)
+
+
+def _stacked(reader: Reader, values: Sequence[Value], name: str) -> Value:
+    constants = [v.tensor for v in values if isinstance(v, Constant)]
+    if len(constants) == len(values):
+        return Constant(torch.stack(constants))
+    tensors = [reader.tensor(value, f"{name} of iteration {i}") for i, value in enumerate(values)]
+    return Computed(reader.graph.call_function(torch.stack, (tensors,)))
+
+
+CONTROL_FLOW = {"If": read_if, "Loop": read_loop}
+"""Operator to the function that reads a node of it."""

@@ -11,7 +11,7 @@ import torch
 from onnx import numpy_helper
 from torch import fx
 
-from lightning_ort.runtime.dtypes import ONNX
+from lightning_ort.runtime.tensors import ONNX
 
 __all__ = ["Computed", "Constant", "Number", "Value", "attributes_of", "dtype_from", "label_of", "tensor_from"]
 

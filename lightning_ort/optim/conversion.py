@@ -1,4 +1,4 @@
-"""Optimizer configurations to torch optimizers and back."""
+"""Torch optimizers to optimizer configurations."""
 
 from __future__ import annotations
 
@@ -7,74 +7,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_ort.optim.adamw import AdamW
-from lightning_ort.optim.config import AdamConfig, LambConfig, SGDConfig, _OptimizerConfig
-from lightning_ort.optim.lamb import Lamb
+from lightning_ort.optim.config import AdamConfig, LambConfig, SGDConfig
+from lightning_ort.optim.kinds import known_class, unwrapped
+from lightning_ort.optim.optimizers import AdamW, Lamb
 
-__all__ = ["config_from_torch", "torch_optimizer"]
+__all__ = ["config_from_torch"]
 
-_TORCH = {
-    "lambda": "weight_decay",
-    "epsilon": "eps",
-    "max_norm_clip": "max_norm",
-    "do_bias_correction": "bias_correction",
-}
 _AFTER = AdamConfig.DecayMode.AFTER_WEIGHT_UPDATE
 _BEFORE = AdamConfig.DecayMode.BEFORE_WEIGHT_UPDATE
-
-
-def torch_optimizer(config: _OptimizerConfig, module: nn.Module) -> Optimizer:
-    """A torch optimizer of all parameters of ``module`` that computes what ``config`` says.
-
-    ``torch.optim.SGD`` or ``torch.optim.AdamW``; where the latter cannot do it, :class:`~lightning_ort.optim.AdamW`;
-    :class:`~lightning_ort.optim.Lamb`. Gradients are clipped within its step if ``max_norm_clip`` is finite (the
-    default is 1.0).
-
-    Args:
-        config: an ``AdamConfig``, ``LambConfig`` or ``SGDConfig``.
-        module: names of its parameters are those in the groups of ``config``.
-
-    Raises:
-        ValueError: another class, or a group names a weight that ``module`` does not have.
-    """
-    if not isinstance(config, (AdamConfig, LambConfig, SGDConfig)):
-        raise ValueError(f"{type(config).__name__} is none of AdamConfig, LambConfig and SGDConfig.")
-    named = dict(module.named_parameters())
-    missing = [name for group in config.params for name in group["params"] if name not in named]
-    if missing:
-        raise ValueError(
-            f"{missing} in a group of the optimizer are no parameters of {type(module).__name__}. Its parameters are "
-            f"{', '.join(named)}."
-        )
-    members: dict[tuple[Any, ...], list[nn.Parameter]] = {}
-    for name, p in named.items():
-        members.setdefault(tuple(config.hyper_parameters(name).items()), []).append(p)
-    if isinstance(config, SGDConfig):
-        return torch.optim.SGD(list(named.values()), lr=config.lr)
-    groups = [{"params": params, **_settings(dict(key))} for key, params in members.items()]
-    if isinstance(config, LambConfig):
-        return Lamb(groups, lr=config.lr)
-    if all(g["bias_correction"] and not g["decay_after"] and math.isinf(g["max_norm"]) for g in groups):
-        for g in groups:
-            for key in ("bias_correction", "decay_after", "max_norm"):
-                del g[key]
-        return torch.optim.AdamW(groups, lr=config.lr)
-    return AdamW(groups, lr=config.lr)
-
-
-def _settings(hyper: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyper-parameters of a config under the names that torch gives them."""
-    found: dict[str, Any] = {"betas": (hyper["alpha"], hyper["beta"])}
-    for key, value in hyper.items():
-        if key == "weight_decay_mode":
-            found["decay_after"] = value is _AFTER
-        elif key not in ("alpha", "beta"):
-            found[_TORCH.get(key, key)] = value
-    return found
 
 
 def config_from_torch(optimizer: Optimizer, module: nn.Module) -> AdamConfig | LambConfig | SGDConfig:
@@ -90,13 +33,12 @@ def config_from_torch(optimizer: Optimizer, module: nn.Module) -> AdamConfig | L
     Raises:
         ValueError: ``optimizer`` is of another class, or has a setting without a counterpart, which is named.
     """
-    if isinstance(optimizer, LightningOptimizer):
-        optimizer = optimizer.optimizer
-    kind = type(optimizer)
-    if kind not in _ALLOWED:
+    optimizer = unwrapped(optimizer)
+    kind = known_class(optimizer)
+    if kind is None or kind not in _ALLOWED:
         known = ", ".join(_title(k) for k in _ALLOWED)
         raise ValueError(
-            f"{_title(kind)} has no counterpart among AdamConfig, LambConfig and SGDConfig. These: {known}."
+            f"{_title(type(optimizer))} has no counterpart among AdamConfig, LambConfig and SGDConfig. These: {known}."
         )
     for number, group in enumerate(optimizer.param_groups):
         for key, allowed in _ALLOWED[kind].items():

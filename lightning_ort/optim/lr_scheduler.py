@@ -7,25 +7,37 @@ has learning rate 0.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightning_ort.optim.config import _OptimizerConfig
+from lightning_ort.validation import is_whole, number, shown
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-    from lightning_ort.trainer.step_info import TrainStepInfo
+    from lightning_ort.optim.step_info import TrainStepInfo
 
 __all__ = [
     "ConstantWarmupLRScheduler",
     "CosineWarmupLRScheduler",
     "LinearWarmupLRScheduler",
     "PolyWarmupLRScheduler",
+    "ScheduledLR",
 ]
 
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise AssertionError(message)
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, float) and math.isfinite(value)
 
 
 class _LRScheduler:
@@ -53,20 +65,31 @@ class _LRScheduler:
 
     def torch_scheduler(self, optimizer: Optimizer, last_epoch: int = -1) -> LRScheduler:
         """The same as a torch scheduler, for ``configure_optimizers``; see :class:`.torch_scheduler.ScheduledLR`."""
-        from lightning_ort.optim.torch_scheduler import ScheduledLR
+        from lightning_ort.optim.lr_scheduler import ScheduledLR
 
         return ScheduledLR(optimizer, self, last_epoch)
 
     def _step(self, train_step_info: TrainStepInfo) -> list[float]:
-        self._last_lr = self.get_lr(train_step_info)
-        return self._last_lr
+        rates = self.get_lr(train_step_info)
+        if not isinstance(rates, Sequence) or isinstance(rates, str) or len(rates) != 1:
+            raise TypeError(f"get_lr() of {type(self).__name__} gave {shown(rates)}; expected a list of one number.")
+        # in place of an update that would make all weights NaN
+        number(f"learning rate of {type(self).__name__}", rates[0], low=0)
+        self._last_lr = rates
+        return rates
 
 
 class _WarmupLRScheduler(_LRScheduler):
     def __init__(self, total_steps: int, warmup: float) -> None:
         super().__init__()
-        _require(isinstance(total_steps, int) and total_steps > 0, "total_steps must be a strict positive number")
-        _require(isinstance(warmup, float) and 0 <= warmup < 1, "warmup must be a float between [0, 1)")
+        _require(
+            is_whole(total_steps) and 0 < total_steps < 2**53,
+            f"total_steps must be a strict positive number, an int; got {shown(total_steps)}",
+        )
+        _require(
+            isinstance(warmup, float) and 0 <= warmup < 1,
+            f"warmup must be a float between [0, 1); got {shown(warmup)}",
+        )
         self.total_steps, self.warmup = total_steps, warmup
         self._warmup_steps = warmup * total_steps  # not rounded
 
@@ -115,7 +138,7 @@ class CosineWarmupLRScheduler(_WarmupLRScheduler):
 
     def __init__(self, total_steps: int, cycles: float = 0.5, warmup: float = 0.002) -> None:
         super().__init__(total_steps, warmup)
-        _require(isinstance(cycles, float) and cycles > 0, "cycles must be a positive float")
+        _require(_is_finite(cycles) and 0 < cycles < 1e100, f"cycles must be a positive float; got {shown(cycles)}")
         self.cycles = cycles
 
     def _after_warmup(self, step: int, base: float) -> float:
@@ -156,8 +179,8 @@ class PolyWarmupLRScheduler(_WarmupLRScheduler):
 
     def __init__(self, total_steps: int, lr_end: float = 1e-7, power: float = 1.0, warmup: float = 0.002) -> None:
         super().__init__(total_steps, warmup)
-        _require(isinstance(lr_end, float) and lr_end >= 0, "lr_end must be a positive float")
-        _require(isinstance(power, float) and power >= 0, "power must be a positive float")
+        _require(_is_finite(lr_end) and lr_end >= 0, f"lr_end must be a positive float; got {shown(lr_end)}")
+        _require(_is_finite(power) and power >= 0, f"power must be a positive float; got {shown(power)}")
         self.lr_end, self.power = lr_end, power
 
     def get_lr(self, train_step_info: TrainStepInfo) -> list[float]:
@@ -173,3 +196,39 @@ class PolyWarmupLRScheduler(_WarmupLRScheduler):
         decayed = (base - self.lr_end) * remaining**self.power + self.lr_end
         # as a share of the base and back: the digits of the original
         return base * (decayed / base)
+
+
+class ScheduledLR(LRScheduler):
+    """Sets the learning rate of each group to what ``schedule`` makes of the group's own.
+
+    To be stepped after each update: ``{"scheduler": ..., "interval": "step"}`` in ``configure_optimizers``.
+
+    Args:
+        optimizer: whose learning rates are set.
+        schedule: one of :mod:`lightning_ort.optim.lr_scheduler`.
+        last_epoch: number of updates made so far, less one; -1 starts.
+
+    Raises:
+        AssertionError: the schedule refuses a learning rate of ``optimizer`` as its base.
+    """
+
+    def __init__(self, optimizer: Optimizer, schedule: _LRScheduler, last_epoch: int = -1) -> None:
+        self.schedule = schedule
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self) -> list[float]:  # type: ignore[override]
+        """Learning rate per group, after ``last_epoch`` updates."""
+        from lightning_ort.optim.step_info import TrainStepInfo
+
+        rates = []
+        for base in self.base_lrs:
+            config = _OptimizerConfig("SGDOptimizer", [], {"lr": float(base)})
+            # the scheduler is stepped once per update: the two counters of the trainer are one here
+            rates += self.schedule.get_lr(
+                TrainStepInfo(config, optimization_step=self.last_epoch, step=self.last_epoch)
+            )
+        return rates
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but the optimizer and the schedule, which hold no progress."""
+        return {key: value for key, value in super().state_dict().items() if key != "schedule"}

@@ -1,27 +1,28 @@
-"""Which optimizer an artifact holds, with its numbers."""
+"""The settings of an optimizer, and the coefficients that follow from them."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
+from lightning_ort.optim.rules import SGD, Adam, Decayed, FusedAdam, Lamb, Momentum, Rule
+from lightning_ort.validation import flag, is_number, number, shown, single
 
-from lightning_ort.ondevice.state import OptimizerState
-from lightning_ort.updates import SGD, Adam, Decayed, FusedAdam, Lamb, Momentum, Rule
-
-__all__ = ["KINDS", "OptimizerConfig"]
+__all__ = ["KINDS", "OptimizerSettings"]
 
 KINDS = ("AdamW", "Adam", "SGD", "Lamb")
 
 
+def _number(name: str, value: Any, **bounds: Any) -> float:
+    return number(f"Optimizer: {name}", single(value), **bounds)
+
+
 @dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
-    """An optimizer for all trained parameters.
+class OptimizerSettings:
+    """An optimizer, for one parameter, a group of them, or all.
 
     ``AdamW``, ``Adam`` and ``SGD`` are those of ``torch.optim``; ``Lamb`` is that of You et al. (2020).
 
@@ -42,6 +43,7 @@ class OptimizerConfig:
         clip_grad_norm: largest norm of all gradients together, or ``None``.
 
     Raises:
+        TypeError: a setting of another type.
         ValueError: a number that is not possible, or that this kind does not know.
     """
 
@@ -60,23 +62,32 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"The optimizer is {self.kind!r}; expected one of {', '.join(KINDS)}.")
-        object.__setattr__(self, "betas", tuple(float(b) for b in self.betas))
+            raise ValueError(f"The optimizer is {shown(self.kind)}; expected one of {', '.join(KINDS)}.")
+        try:
+            betas: tuple[Any, ...] = tuple(self.betas)
+        except TypeError:
+            betas = ()
+        if len(betas) != 2 or not all(is_number(b) and 0 <= b < 1 for b in betas):
+            raise ValueError(f"Optimizer: betas={self.betas!r}: expected two numbers from 0 to below 1.")
+        object.__setattr__(self, "betas", tuple(float(b) for b in betas))
+        for name in ("lr", "eps", "weight_decay", "momentum"):
+            object.__setattr__(self, name, _number(name, getattr(self, name), low=0))
+        for name in ("ratio_min", "ratio_max"):
+            object.__setattr__(self, name, _number(name, getattr(self, name), infinite=True))
+        if self.clip_grad_norm is not None:
+            object.__setattr__(
+                self, "clip_grad_norm", _number("clip_grad_norm", self.clip_grad_norm, above=0, other=", or None")
+            )
+        for name in ("bias_correction", "nesterov"):
+            flag(f"Optimizer: {name}", getattr(self, name))
         wrong = [
-            (not math.isfinite(self.lr) or self.lr < 0, f"lr={self.lr!r}: expected a number from 0"),
-            (
-                len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas),
-                f"betas={self.betas!r}: expected two numbers from 0 to below 1",
-            ),
-            (not self.eps >= 0, f"eps={self.eps!r}: expected a number from 0"),
-            (not self.weight_decay >= 0, f"weight_decay={self.weight_decay!r}: expected a number from 0"),
-            (not self.momentum >= 0, f"momentum={self.momentum!r}: expected a number from 0"),
             (self.nesterov and not self.momentum, "nesterov=True needs a momentum"),
             (
-                self.clip_grad_norm is not None and not self.clip_grad_norm > 0,
-                f"clip_grad_norm={self.clip_grad_norm!r}: expected a number above 0, or None",
+                self.ratio_min == math.inf or self.ratio_max == -math.inf,
+                f"ratio_min={self.ratio_min!r}, ratio_max={self.ratio_max!r}: expected room for a finite ratio",
             ),
-            (self.decay not in ("before", "after"), f"decay={self.decay!r}: expected 'before' or 'after'"),
+            (self.ratio_min > self.ratio_max, f"ratio_min={self.ratio_min!r} is above ratio_max={self.ratio_max!r}"),
+            (self.decay not in ("before", "after"), f"decay={shown(self.decay)}: expected 'before' or 'after'"),
         ]
         foreign = {
             "betas": ("AdamW", "Adam", "Lamb"),
@@ -96,43 +107,46 @@ class OptimizerConfig:
             if found:
                 raise ValueError(f"Optimizer: {message}.")
 
-    @functools.cached_property
-    def rule(self) -> Rule:
-        """What one update computes."""
+    def rule_for(self, *, decays: bool) -> Rule:
+        """Return what one update computes, with a weight decay (which may be 0) or without.
+
+        Parameters that are updated together have one rule, also where only some of them decay.
+        """
         if self.kind == "Lamb":
             return Lamb()
         if self.kind == "AdamW":
-            return Adam(self.decay if self.weight_decay else "none")
+            return Adam(self.decay if decays else "none")
         rule: Rule = SGD()
         if self.kind == "Adam":
             rule = Adam("none")
         elif self.momentum:
             rule = Momentum(self.nesterov)
-        return Decayed(rule) if self.weight_decay else rule
+        return Decayed(rule) if decays else rule
+
+    @functools.cached_property
+    def rule(self) -> Rule:
+        """What one update computes."""
+        return self.rule_for(decays=bool(self.weight_decay))
 
     @functools.cached_property
     def states(self) -> tuple[str, ...]:
         """Names of the tensors that are kept per parameter: ``moment_1`` and ``moment_2``, ``momentum``, or none."""
         return self.rule.states
 
-    def fresh_state(self, trained: Mapping[str, Tensor]) -> OptimizerState:
-        """The state before the first update of the parameters ``trained``."""
-        moments = {n: {s: torch.zeros_like(p) for s in self.states} for n, p in trained.items()}
-        return OptimizerState(self.kind, self.lr, 0, moments)
-
-    @property
+    @functools.cached_property
     def fused_numbers(self) -> Callable[[float, int], tuple[float, ...]]:
-        """For Adam and AdamW: what :meth:`numbers` is for a :class:`~lightning_ort.updates.FusedAdam`."""
+        """For Adam and AdamW: what :meth:`numbers` is for a :class:`~lightning_ort.optim.rules.FusedAdam`."""
         decay = self.weight_decay if self.kind == "AdamW" else 0.0
         corrected, scaled = self.bias_correction, self.decay == "before"
         return FusedAdam.formula(*self.betas, self.eps, decay, bias_correction=corrected, scaled_epsilon=scaled)
 
-    def numbers(self, lr: Any, count: Any) -> tuple[Any, ...]:
-        """Coefficients of :attr:`rule`.
+    def numbers(self, lr: Any, count: Any, rule: Rule | None = None) -> tuple[Any, ...]:
+        """Return the coefficients of ``rule``.
 
         Args:
             lr: learning rate; a float, or a float64 tensor.
             count: number of this update, from 1; an int, or a float64 tensor.
+            rule: from :meth:`rule_for`; by default :attr:`rule`.
         """
         if self.kind == "SGD":
             numbers: tuple[Any, ...] = Momentum.numbers(lr, self.momentum) if self.momentum else (lr,)
@@ -147,4 +161,4 @@ class OptimizerConfig:
                 )
             scaled = self.decay == "before"
             numbers = Adam.numbers(*common, bias_correction=self.bias_correction, scaled_epsilon=scaled)
-        return (*numbers, self.weight_decay) if isinstance(self.rule, Decayed) else numbers
+        return (*numbers, self.weight_decay) if isinstance(rule or self.rule, Decayed) else numbers

@@ -1,4 +1,4 @@
-"""The older interface, ``onnxruntime.capi.ort_trainer``, on top of :class:`lightning_ort.ORTTrainer`."""
+"""The trainer of the older interface."""
 
 from __future__ import annotations
 
@@ -11,39 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ort import optim, trainer
-from lightning_ort.amp import LossScaler
+from lightning_ort.amp import DynamicLossScaler
 from lightning_ort.optim.lr_scheduler import _LRScheduler
+from lightning_ort.ort_trainer.description import IODescription, ModelDescription
+from lightning_ort.ort_trainer.scaler import as_scaler
 from lightning_ort.trainer import ORTTrainerOptions, TrainStepInfo
+from lightning_ort.validation import names, number, shown, whole
 
-__all__ = ["IODescription", "ModelDescription", "ORTTrainer"]
+__all__ = ["ORTTrainer"]
 
-
-class IODescription:
-    """One input or output.
-
-    Args:
-        name: its name.
-        shape: sizes; names for those that may change.
-        dtype: element type; the first step decides if it is left out.
-        num_classes: number of classes, of labels from which the original made up data. Nothing is made up here.
-    """
-
-    def __init__(
-        self, name: str, shape: Sequence[int | str], dtype: torch.dtype | None = None, num_classes: int | None = None
-    ) -> None:
-        if num_classes is not None:
-            raise NotImplementedError(
-                f"num_classes={num_classes} served to make up labels for an export; no data is made up here. Leave it "
-                "out."
-            )
-        self.name_, self.shape_, self.dtype_ = name, list(shape), dtype
-
-
-class ModelDescription:
-    """Inputs and outputs of a model; the first output is the loss."""
-
-    def __init__(self, inputs: Sequence[IODescription], outputs: Sequence[IODescription]) -> None:
-        self.inputs_, self.outputs_ = list(inputs), list(outputs)
+_SCALE = "default_loss_scale_input_name"
 
 
 class _Rate(_LRScheduler):
@@ -57,9 +34,8 @@ class _Rate(_LRScheduler):
     def get_lr(self, train_step_info: TrainStepInfo) -> list[float]:
         if self.given is not None:
             return [self.given]
-        if self.function is None:
-            return [train_step_info.optimizer_config.lr]
-        return [float(self.function(train_step_info.optimization_step))]
+        assert self.function is not None, "a step without a function is given its learning rate"
+        return [_float(self.function(train_step_info.optimization_step))]
 
 
 _OPTIMIZERS: dict[str, type] = {
@@ -84,11 +60,19 @@ class ORTTrainer:
         gradient_accumulation_steps: see :class:`~lightning_ort.ORTTrainerOptions`, as all that follow.
         global_step: number of updates to start from.
         get_lr_this_step: function from the number of updates to the learning rate.
-        loss_scaler: for mixed precision.
+        loss_scaler: for mixed precision, without which it has nothing to do: a :class:`LossScaler` of this package or
+            of :mod:`lightning_ort.amp`, or any object with ``loss_scale_`` and ``update_loss_scale(is_all_finite)``.
 
     Raises:
         As :class:`lightning_ort.ORTTrainer`.
+
+    Attributes:
+        loss_scale_input_name: name under which :meth:`train_step` takes a loss scale, in mixed precision without a
+            ``loss_scaler``.
+        is_train: whether a call is a training step.
     """
+
+    loss_scale_input_name = _SCALE
 
     def __init__(
         self,
@@ -106,7 +90,7 @@ class ORTTrainer:
         allreduce_post_accumulation: bool = False,
         global_step: int = 0,
         get_lr_this_step: Callable[[int], float] | None = None,
-        loss_scaler: LossScaler | None = None,
+        loss_scaler: Any = None,
         deepspeed_zero_stage: int = 0,
         enable_grad_norm_clip: bool = True,
         frozen_weights: Sequence[str] = (),
@@ -126,8 +110,28 @@ class ORTTrainer:
         )
         if training_optimizer_name not in _OPTIMIZERS:
             raise ValueError(
-                f"training_optimizer_name={training_optimizer_name!r}; expected one of {', '.join(_OPTIMIZERS)}."
+                f"training_optimizer_name={shown(training_optimizer_name)}; expected one of {', '.join(_OPTIMIZERS)}."
             )
+        for name, given, expected in (
+            ("model_desc", model_desc, ModelDescription),
+            ("learning_rate_description", learning_rate_description, IODescription),
+        ):
+            if not isinstance(given, expected):
+                raise TypeError(f"{name}={shown(given)}: expected a {expected.__name__}.")
+        for name, function in (
+            ("map_optimizer_attributes", map_optimizer_attributes),
+            ("get_lr_this_step", get_lr_this_step),
+        ):
+            if function is not None and not callable(function):
+                raise TypeError(f"{name}={shown(function)}: expected a function, or None.")
+        whole("global_step", global_step, low=0)
+        whole("world_rank", world_rank, low=-1)
+        if not isinstance(device, (str, torch.device)):
+            raise TypeError(f"device={shown(device)}: expected 'cpu', 'cuda' or a torch.device.")
+        scaler = as_scaler(loss_scaler)
+        # without a scaler of the user's a step may be given its scale, and tells whether the gradients were finite
+        self._own_scale = DynamicLossScaler() if use_mixed_precision is True and scaler is None else None
+        used_scaler = (scaler or self._own_scale) if use_mixed_precision is True else None
         self._rate = _Rate(get_lr_this_step)
         self._rate_name = learning_rate_description.name_
         options = ORTTrainerOptions(
@@ -136,13 +140,13 @@ class ORTTrainer:
                 "device": {"id": str(device)},
                 "distributed": {
                     "world_rank": max(world_rank, 0),
-                    "world_size": max(world_size, 1),
+                    "world_size": world_size,
                     "allreduce_post_accumulation": allreduce_post_accumulation,
                     "deepspeed_zero_optimization": {"stage": deepspeed_zero_stage},
                     "enable_adasum": enable_adasum,
                 },
                 "lr_scheduler": self._rate,
-                "mixed_precision": {"enabled": use_mixed_precision, "loss_scaler": loss_scaler},
+                "mixed_precision": {"enabled": use_mixed_precision, "loss_scaler": used_scaler},
                 "utils": {
                     "frozen_weights": list(frozen_weights),
                     "grad_norm_clip": enable_grad_norm_clip,
@@ -166,39 +170,89 @@ class ORTTrainer:
         }
         config = _OPTIMIZERS[training_optimizer_name](**_arguments(model, map_optimizer_attributes))
         self._trainer = trainer.ORTTrainer(model, described, config, loss_fn, options)
-        for entry, io in zip(self._trainer.model_desc.inputs, model_desc.inputs_, strict=True):
-            entry.dtype = io.dtype_
+        inputs = self._trainer.model_desc.inputs
+        inputs[:] = [
+            e if io.dtype_ is None else e.typed(io.dtype_) for e, io in zip(inputs, model_desc.inputs_, strict=True)
+        ]
         self._trainer._train_step_info.optimization_step = global_step
+        self.is_train = True
+
+    @property
+    def onnx_model_(self) -> onnx.ModelProto | None:
+        """The model with its loss and the present weights; ``None`` before the first step of a module."""
+        return self._trainer._exported()
+
+    def train(self) -> None:
+        """Let calls be training steps."""
+        self.is_train = True
+
+    def eval(self) -> None:
+        """Let calls be evaluations."""
+        self.is_train = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """:meth:`train_step`, or after :meth:`eval` :meth:`eval_step`."""
+        return self.train_step(*args, **kwargs) if self.is_train else self.eval_step(*args, **kwargs)
 
     def train_step(self, *args: Any, fetches: Sequence[str] | None = None, **kwargs: Any) -> Any:
         """One step.
 
         Args:
-            *args: inputs and labels, then the learning rate if there is no ``get_lr_this_step``, each a tensor.
+            *args: inputs and labels, or one list of them; then the learning rate if there is no ``get_lr_this_step``,
+                and in mixed precision without a ``loss_scaler`` the loss scale, which is chosen here if it is never
+                given. Each is a tensor, the last two of one number.
             fetches: names of outputs; all by default.
             **kwargs: the same by name.
 
         Returns:
-            The outputs, the loss first; a single one as it is. With mixed precision, whether the gradients were
-            finite follows them on steps that update.
+            The outputs, the loss first; a single one as it is. In mixed precision without a ``loss_scaler``, whether
+            the gradients were finite follows them on steps that update.
+
+        Raises:
+            AssertionError: there is no learning rate, or a loss scale that differs from that of the gradients to which
+                these are to be added; see :meth:`lightning_ort.ORTTrainer.train_step` for all else.
+            TypeError, ValueError: the learning rate or the loss scale is no finite number.
         """
-        positional = list(args)
-        rate = kwargs.pop(self._rate_name, None)
-        known = len(self._trainer.model_desc.inputs)
-        if rate is None and len(positional) + len(kwargs) > known and positional:
-            rate = positional.pop(known - len(kwargs))
+        positional = list(args[0]) if len(args) == 1 and isinstance(args[0], list) else list(args)
+        accepted = [] if self._rate.function is not None else [self._rate_name]
+        accepted += [] if self._own_scale is None else [self.loss_scale_input_name]
+        given = {name: kwargs.pop(name) for name in (self._rate_name, *accepted) if name in kwargs}
+        surplus = len(positional) + len(kwargs) - len(self._trainer.model_desc.inputs)
+        for name in [name for name in accepted if name not in given][: max(surplus, 0)]:
+            # in this order after the inputs
+            given[name] = positional.pop(len(positional) - surplus)
+            surplus -= 1
+        if self._rate.function is None and self._rate_name not in given:
+            raise AssertionError(
+                f"The learning rate {self._rate_name!r} is missing: give it after the inputs or by name, or "
+                "get_lr_this_step to the trainer."
+            )
+        rate = None if self._rate_name not in given else number(self._rate_name, _float(given[self._rate_name]), low=0)
+        self._set_scale(given)
         before = self._trainer._train_step_info.step
         accumulating = self._trainer._accumulated + 1 < self._trainer.options.batch.gradient_accumulation_steps
-        self._rate.given = None if rate is None else float(rate)
+        self._rate.given = rate
         try:
             results = self._with_fetches(fetches, lambda: self._trainer.train_step(*positional, **kwargs))
         finally:
             self._rate.given = None
         assert self._trainer._train_step_info.step == before + 1
-        if self._trainer.options.mixed_precision.enabled and not accumulating and not fetches:
+        if self._own_scale is not None and not accumulating and not fetches:
             finite = torch.tensor(self._trainer._train_step_info.all_finite)
             return [*(results if isinstance(results, list) else [results]), finite]
         return results
+
+    def _set_scale(self, given: Mapping[str, Any]) -> None:
+        if self._own_scale is None or self.loss_scale_input_name not in given:
+            return
+        scale = number("loss scale", _float(given[self.loss_scale_input_name]), above=0)
+        if self._trainer._accumulated and scale != self._own_scale.loss_scale:
+            raise AssertionError(
+                f"The loss scale is {scale:g}, but {self._own_scale.loss_scale:g} for the gradients to which those of "
+                "this step are added: change it after an update."
+            )
+        self._own_scale.automatic_update = False
+        self._own_scale.loss_scale = scale
 
     def eval_step(self, *args: Any, fetches: Sequence[str] | None = None, **kwargs: Any) -> Any:
         """Outputs in evaluation mode; arguments as of :meth:`train_step`, without a learning rate."""
@@ -206,7 +260,7 @@ class ORTTrainer:
 
     def _with_fetches(self, fetches: Sequence[str] | None, call: Callable[[], Any]) -> Any:
         info = self._trainer._train_step_info
-        info.fetches = list(fetches or [])
+        info.fetches = [] if fetches is None else names("fetches", fetches)
         try:
             return call()
         finally:
@@ -227,7 +281,18 @@ class ORTTrainer:
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = False) -> None:
-        """Take over what :meth:`state_dict` gave."""
+        """Take over what :meth:`state_dict` gave.
+
+        Args:
+            state_dict: by name; what it lacks stays as it is.
+            strict: refuse names that are missing or unknown.
+
+        Raises:
+            TypeError: it is no dictionary.
+            RuntimeError: see ``strict``, or a shape is not the model's; nothing has been changed.
+        """
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict={shown(state_dict)}: expected a dictionary of tensors.")
         own = self._trainer.state_dict()
         flat = self.state_dict()
         unexpected = [name for name in state_dict if name not in flat]
@@ -245,6 +310,14 @@ class ORTTrainer:
         self._trainer.load_state_dict({**own, "model": {"full_precision": model}, "optimizer": optimizer})
 
 
+def _float(value: Any) -> Any:
+    """The number of a tensor or an array that holds one; all else as it is."""
+    if hasattr(value, "item") and getattr(value, "size", None) is not None:
+        count = value.numel() if isinstance(value, Tensor) else value.size
+        return value.item() if count == 1 else value
+    return value
+
+
 def _arguments(model: Any, attributes: Callable[[str], Mapping[str, Any]] | None) -> dict[str, Any]:
     """Arguments of the configuration: one group per weight that has hyper-parameters of its own."""
     if attributes is None:
@@ -255,7 +328,14 @@ def _arguments(model: Any, attributes: Callable[[str], Mapping[str, Any]] | None
         names = [initializer.name for initializer in model.graph.initializer]
     groups = []
     for name in names:
-        values = {_RENAMED.get(key, key): value for key, value in attributes(name).items()}
+        given = attributes(name)
+        if not isinstance(given, Mapping):
+            raise TypeError(
+                f"map_optimizer_attributes({name!r}) gave {shown(given)}; expected a dictionary of hyper-parameters."
+            )
+        values = {_RENAMED.get(key, key): value for key, value in given.items()}
+        if "do_bias_correction" in values:  # an int attribute there
+            values["do_bias_correction"] = bool(values["do_bias_correction"])
         if values:
             groups.append({"params": [name], **values})
     return {"params": groups} if groups else {}

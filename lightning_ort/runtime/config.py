@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 import onnxruntime
 import torch
+from onnx import TensorProto, helper
 
-from lightning_ort.runtime.bfloat16 import options_for_bfloat16
+from lightning_ort.errors import ProviderError
+from lightning_ort.runtime.providers import check_available
+from lightning_ort.runtime.providers.openvino import options_for_bfloat16
+from lightning_ort.validation import choice, flag, number, shown, whole
 
 if TYPE_CHECKING:
     from lightning_ort.runtime.session import OrtSession
 
 __all__ = ["Placement", "RuntimeConfig"]
 
-Placement = Literal["fastest", "onnxruntime"]
+Placement = Literal["fastest", "onnxruntime", "torch"]
 
+_CPU = "CPUExecutionProvider"
 _WHO_RUNS_WHAT = "session.record_ep_graph_assignment_info"
 
 
@@ -31,7 +37,7 @@ class RuntimeConfig:
         session_options: an ``onnxruntime.SessionOptions``, or a mapping from its attribute names (such as
             ``intra_op_num_threads``) and configuration keys (such as ``session.intra_op.allow_spinning``) to values.
         placement: ``"fastest"`` lets operators run in torch whose kernels there are the faster ones,
-            ``"onnxruntime"`` only those that ONNX Runtime cannot run.
+            ``"onnxruntime"`` only those that ONNX Runtime cannot run, ``"torch"`` all of them, natively.
         on_session: called with each session and its serialized model, for debugging.
     """
 
@@ -56,10 +62,16 @@ class RuntimeConfig:
             device: where it is executed; by default the CPU.
 
         Raises:
-            ValueError: an attribute that SessionOptions does not have.
+            TypeError: they are neither a SessionOptions nor a mapping, or a value is of another type.
+            ValueError: an attribute that SessionOptions does not have, or a value out of range.
         """
         if isinstance(self.session_options, onnxruntime.SessionOptions):
             return self.session_options
+        if not (self.session_options is None or isinstance(self.session_options, Mapping)):
+            raise TypeError(
+                f"session_options={shown(self.session_options)}: expected an onnxruntime.SessionOptions, or a mapping "
+                "of its attributes and configuration keys to values."
+            )
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         options.intra_op_num_threads = threads or torch.get_num_threads()
@@ -74,16 +86,120 @@ class RuntimeConfig:
             if _tells_who_runs_what():
                 options.add_session_config_entry(_WHO_RUNS_WHAT, "1")
         for key, value in (self.session_options or {}).items():
-            if "." in key:
-                options.add_session_config_entry(key, str(value))
-            elif hasattr(options, key):
-                setattr(options, key, value)
-            else:
-                known = ", ".join(
-                    a for a in dir(options) if not a.startswith("_") and not callable(getattr(options, a))
-                )
-                raise ValueError(f"session_options has no {key!r}. Attributes: {known}; other keys contain a dot.")
+            _set(options, key, value)
         return options
+
+    def check(self) -> None:
+        """Raise for settings that no session would take, or that none would heed, before there is a graph.
+
+        A session of one node is made where there are settings that only ONNX Runtime knows.
+
+        Raises:
+            ProviderError: a provider that this ONNX Runtime lacks, or options that it does not have.
+            TypeError, ValueError: a session option of another type, out of range, or unknown.
+        """
+        choice("placement", self.placement, get_args(Placement))
+        options = check_available(self.providers, self.provider_options)
+        if options.get(_CPU):
+            raise ProviderError(
+                f"provider_options has {', '.join(map(repr, options[_CPU]))} for {_CPU}, which has none and heeds "
+                "nothing. What it does is said by session_options, such as {'enable_cpu_mem_arena': False}."
+            )
+        made = self.make_session_options()
+        _check_ranges(made)
+        providers = [(name, dict(values)) for name, values in options.items() if values]
+        if not providers and self.session_options is None:
+            return
+        try:
+            _probe(self._quiet(), providers)
+        except Exception as error:
+            self._blame(error, providers)
+
+    def _quiet(self, key: str | None = None) -> onnxruntime.SessionOptions:
+        """Options for a session that writes no file and no line; with ``key`` alone of what the user set."""
+        if isinstance(self.session_options, onnxruntime.SessionOptions):
+            if self.session_options.enable_profiling or self.session_options.optimized_model_filepath:
+                return _silenced(onnxruntime.SessionOptions())  # it cannot be copied
+            return self.session_options
+        given = self.session_options or {}
+        only = given if key is None else {key: given[key]}
+        return _silenced(dataclasses.replace(self, session_options=only).make_session_options())
+
+    def _blame(self, error: Exception, providers: Sequence[tuple[str, dict[str, str]]]) -> NoReturn:
+        """Name the setting with which no session can be made."""
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        try:
+            _probe(self._quiet(), [])
+        except Exception:
+            for key in self.session_options if isinstance(self.session_options, Mapping) else ():
+                try:
+                    _probe(self._quiet(key), [])
+                except Exception:
+                    value = shown(self.session_options[key])  # type: ignore[index]
+                    raise ValueError(
+                        f"session_options[{key!r}]={value} is refused by ONNX Runtime: {reason}"
+                    ) from error
+            raise ValueError(f"session_options are refused by ONNX Runtime: {reason}") from error
+        listed = ", ".join(f"{name}: {values}" for name, values in providers)
+        raise ProviderError(f"provider_options are refused by ONNX Runtime ({listed}): {reason}") from error
+
+
+_THREADS = ("intra_op_num_threads", "inter_op_num_threads")
+_RANGES = {**dict.fromkeys(_THREADS, (0, 4096)), "log_severity_level": (-1, 4), "log_verbosity_level": (0, 1000)}
+
+
+def _set(options: onnxruntime.SessionOptions, key: Any, value: Any) -> None:
+    """Set an attribute or a configuration key.
+
+    Raises:
+        TypeError, ValueError: see :meth:`RuntimeConfig.make_session_options`.
+    """
+    name = f"session_options[{key!r}]"
+    if not isinstance(key, str):
+        raise TypeError(f"session_options has the key {shown(key)}: expected names of attributes, which are strings.")
+    if "." in key:
+        if isinstance(value, bool):
+            value = int(value)
+        if not isinstance(value, str):
+            number(name, value)
+        try:
+            options.add_session_config_entry(key, str(value))
+        except RuntimeError as error:
+            raise ValueError(f"{name}={shown(value)} is refused by ONNX Runtime: {error}") from error
+        return
+    known = [a for a in dir(options) if not a.startswith("_") and not callable(getattr(options, a))]
+    if key not in known:
+        raise ValueError(f"session_options has no {key!r}. Attributes: {', '.join(known)}; other keys contain a dot.")
+    present = getattr(options, key)
+    if isinstance(present, bool):
+        flag(name, value)
+    elif key in _RANGES:
+        low, high = _RANGES[key]
+        whole(name, value, low=low, high=high)
+    elif not isinstance(value, type(present)) and not (isinstance(present, str) and isinstance(value, os.PathLike)):
+        raise TypeError(f"{name}={shown(value)}: expected a {type(present).__name__}.")
+    if key == "optimized_model_filepath" and value and not os.path.isdir(os.path.dirname(os.fspath(value)) or "."):
+        raise ValueError(f"{name}={shown(value)}: the folder does not exist.")
+    setattr(options, key, value)
+
+
+def _check_ranges(options: onnxruntime.SessionOptions) -> None:
+    for key, (low, high) in _RANGES.items():
+        whole(f"session_options.{key}", getattr(options, key), low=low, high=high)
+
+
+def _silenced(options: onnxruntime.SessionOptions) -> onnxruntime.SessionOptions:
+    options.enable_profiling, options.optimized_model_filepath, options.log_severity_level = False, "", 4
+    return options
+
+
+def _probe(options: onnxruntime.SessionOptions, providers: Sequence[tuple[str, dict[str, str]]]) -> None:
+    """Make a session of one node."""
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in ("x", "y"))
+    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "probe", [x], [y])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    chosen: list[Any] = [*providers, _CPU]
+    onnxruntime.InferenceSession(model.SerializeToString(), options, providers=chosen, enable_fallback=0)
 
 
 def _tells_who_runs_what() -> bool:

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import ctypes
-import gc
+import functools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
-__all__ = ["TensorPool", "release_free_memory"]
+__all__ = ["Packed", "TensorPool", "address_of", "release_free_memory"]
 
 _ALIGNMENT = 16  # entries; each tensor starts on a cache line of its own
 _KEPT = 2  # the gradients of one step are still alive while the next ones are written
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Where the memory of ``tensor`` begins; for one without entries, where something else is that nobody reads.
+
+    Such a tensor has no memory, and ONNX Runtime binds nothing without an address.
+    """
+    return tensor.data_ptr() or _somewhere(tensor.device).data_ptr()
+
+
+@functools.cache
+def _somewhere(device: torch.device) -> torch.Tensor:
+    return torch.empty(_ALIGNMENT, device=device)
 
 
 class TensorPool:
@@ -60,9 +74,9 @@ class TensorPool:
 def release_free_memory() -> None:
     """Give memory that compiling and checking used back to the system, where the C library can, and to the GPU.
 
-    What torch's allocator keeps for itself on a GPU would be missing in ONNX Runtime's arena.
+    What torch's allocator keeps for itself on a GPU would be missing in ONNX Runtime's arena. No tensor waits for
+    Python's garbage collector, which would look at all objects of the process for a third of a second.
     """
-    gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     if sys.platform == "linux":
@@ -72,5 +86,30 @@ def release_free_memory() -> None:
 
 
 def _references(storage: int) -> int:
-    # There is no public count of the tensors that share a storage; tests/test_memory.py fails if this one changes.
+    # there is no public count of the tensors that share a storage; tests/compiler/test_memory.py fails if it changes
     return torch._C._storage_Use_Count(storage)
+
+
+class Packed:
+    """Zeros of the shapes and types of ``like``, those of one type in one piece, so that one operator reaches them.
+
+    Attributes:
+        flat: element type to the piece; what lies between the tensors is zero.
+        views: name to tensor, a view of a piece.
+    """
+
+    def __init__(self, like: Mapping[str, Tensor]) -> None:
+        starts: dict[str, int] = {}
+        sizes: dict[torch.dtype, int] = {}
+        for name, tensor in like.items():
+            starts[name] = sizes.get(tensor.dtype, 0)
+            sizes[tensor.dtype] = starts[name] + -(-max(tensor.numel(), 1) // _ALIGNMENT) * _ALIGNMENT
+        self.flat = {dtype: torch.zeros(size, dtype=dtype) for dtype, size in sizes.items()}
+        self.views = {
+            name: self.flat[t.dtype][starts[name] : starts[name] + t.numel()].view(t.shape) for name, t in like.items()
+        }
+
+    def fill(self, values: Mapping[str, Tensor]) -> None:
+        """Copy ``values`` into the tensors of their names."""
+        for name, value in values.items():
+            self.views[name].copy_(value)

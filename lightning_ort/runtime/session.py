@@ -13,12 +13,13 @@ import torch
 from onnxruntime.capi import _pybind_state
 
 from lightning_ort.errors import ProviderError
-from lightning_ort.runtime.bfloat16 import bind_bfloat16
 from lightning_ort.runtime.config import RuntimeConfig
-from lightning_ort.runtime.cuda import CUDA, Queue, why_not_started
-from lightning_ort.runtime.dtypes import NUMPY
+from lightning_ort.runtime.memory import address_of
 from lightning_ort.runtime.providers import choose_providers
-from lightning_ort.runtime.refusals import refusal
+from lightning_ort.runtime.providers.cuda import CUDA, Queue, why_not_started
+from lightning_ort.runtime.providers.openvino import bind_bfloat16
+from lightning_ort.runtime.tensors import NUMPY
+from lightning_ort.runtime.value_errors import refusal
 
 __all__ = ["OrtSession"]
 
@@ -55,13 +56,14 @@ class OrtSession:
         small: the graph is too little work for a second thread.
         repeats: the graph computes values twice on purpose.
         same_shapes: the caller passes tensors of the same shapes at each run.
-        places: descriptions of nodes for errors about values, see :func:`~lightning_ort.runtime.refusals.refusal`.
+        places: descriptions of nodes for errors about values, see :func:`~lightning_ort.runtime.value_errors.refusal`.
 
     Raises:
         ProviderError: the session did not get a provider that was asked for.
         onnxruntime errors: the model is not accepted.
 
     Attributes:
+        inner: ONNX Runtime's own object, for what it tells of itself.
         on_cpu: types of the operators of a session on a GPU that the CPU executes, one entry per node; ONNX Runtime
             copies what they read and give. ``None`` where it does not tell: before 1.24, and with the user's own
             ``SessionOptions``, unless they ask for it.
@@ -82,8 +84,8 @@ class OrtSession:
         wanted = choose_providers(device, config.providers, config.provider_options)
         disabled = _NEVER + (_NOT_FOR_DOUBLES if double else []) + (_WOULD_KEEP if repeats else [])
         options = config.make_session_options(threads=1 if small else None, device=device)
-        self._session = _session(model, options, wanted, disabled)
-        got = self._session.get_providers()
+        self.inner = _session(model, options, wanted, disabled)
+        got = self.inner.get_providers()
         lost = [name for name, _ in wanted if name not in got]
         if lost:
             why = "; ".join(filter(None, map(why_not_started, lost)))
@@ -93,14 +95,14 @@ class OrtSession:
                 "(session_options={'log_severity_level': 0})."
             )
         self._queue = Queue(device, dict(wanted)[CUDA]) if device.type == "cuda" else None
-        self.on_cpu = _on_cpu(self._session) if device.type == "cuda" else ()
+        self.on_cpu = _on_cpu(self.inner) if device.type == "cuda" else ()
         # what the CPU has a part in must be waited for: its buffers would be used again while copies are under way
         self._waiting = _run_options()
         alone = self.on_cpu == ()
         self._at_once = _run_options(disable_synchronize_execution_providers="1") if alone else self._waiting
         self._device = (device.type, device.index or 0)
-        self._inputs = [i.name for i in self._session.get_inputs()]
-        self._outputs = [o.name for o in self._session.get_outputs()]
+        self._inputs = [i.name for i in self.inner.get_inputs()]
+        self._outputs = [o.name for o in self.inner.get_outputs()]
         self._place: Callable[[torch.Tensor], Any] = torch.Tensor.data_ptr if same_shapes else _address_and_shape
         self._places = places or {}
         self._bindings: dict[int, _Binding] = {}
@@ -120,7 +122,7 @@ class OrtSession:
         if binding is None:
             if len(self._bindings) == _BINDINGS:
                 del self._bindings[next(iter(self._bindings))]
-            binding = _Binding(self._session.io_binding(), len(self._inputs), len(self._outputs))
+            binding = _Binding(self.inner.io_binding(), len(self._inputs), len(self._outputs))
             self._bindings[last] = binding
         # Re-binding costs more than the rest of a small step, so only what has moved is bound again.
         place_of, bound = self._place, binding.inputs
@@ -144,7 +146,7 @@ class OrtSession:
 
     def run_unbound(self, inputs: Sequence[torch.Tensor]) -> list[np.ndarray]:
         """All outputs as arrays of their own memory, where their shapes are not known before."""
-        binding = self._session.io_binding()
+        binding = self.inner.io_binding()
         contiguous = [t.contiguous() for t in inputs]
         for name, tensor in zip(self._inputs, contiguous, strict=True):
             self._bind(binding.bind_input, name, tensor)
@@ -162,10 +164,10 @@ class OrtSession:
         """Run; ``waiting`` for a GPU until it is done, because memory of the host takes part."""
         try:
             if self._queue is None:
-                self._session.run_with_iobinding(io, self._waiting)
+                self.inner.run_with_iobinding(io, self._waiting)
                 return
             with self._queue.in_order():
-                self._session.run_with_iobinding(io, self._waiting if waiting else self._at_once)
+                self.inner.run_with_iobinding(io, self._waiting if waiting else self._at_once)
         except Exception as error:
             self.explain(error)
 
@@ -176,7 +178,7 @@ class OrtSession:
         """
         assert self._latest is not None
         if self._queue is None:
-            return functools.partial(self._session.run_with_iobinding, self._latest.io, self._waiting)
+            return functools.partial(self.inner.run_with_iobinding, self._latest.io, self._waiting)
         return self.run_again
 
     def explain(self, error: Exception) -> NoReturn:
@@ -208,7 +210,7 @@ class OrtSession:
         if element is None:
             bind_bfloat16(bind, name, device, tensor)
         else:
-            bind(name, *device, element, tuple(tensor.shape), tensor.data_ptr())
+            bind(name, *device, element, tuple(tensor.shape), address_of(tensor))
         return on_host
 
 

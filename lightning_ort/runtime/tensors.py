@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
+import onnxruntime
 import torch
 
-__all__ = ["NUMPY", "ONNX", "is_supported"]
+__all__ = ["NUMPY", "ONNX", "is_supported", "owning"]
 
 ONNX: dict[torch.dtype, ir.DataType] = {
     torch.float32: ir.DataType.FLOAT,
@@ -37,3 +38,14 @@ NUMPY: dict[torch.dtype, type[np.generic]] = {  # numpy has no bfloat16
 def is_supported(dtype: torch.dtype) -> bool:
     """Whether tensors of ``dtype`` can be bound to a session."""
     return dtype in ONNX
+
+
+def owning(array: np.ndarray) -> onnxruntime.OrtValue:
+    """An OrtValue with a copy of ``array`` on the CPU.
+
+    One made by ``ortvalue_from_numpy`` shares the memory of the array and keeps it alive, but what its ``numpy()``
+    gives does not: ``module(x).numpy()`` would be a view of memory that is free.
+    """
+    value = onnxruntime.OrtValue.ortvalue_from_shape_and_type(array.shape, array.dtype)
+    value.update_inplace(np.ascontiguousarray(array))
+    return value

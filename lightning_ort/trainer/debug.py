@@ -9,19 +9,20 @@ from typing import TYPE_CHECKING
 
 import onnx
 import onnxruntime
+from onnx import helper
 from torch import Tensor, nn
 
+from lightning_ort.optim.update.graph import Part, Slot, UpdateGraph, append_update, pieces_of
 from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.runtime.session import OrtSession
 from lightning_ort.trainer.description import Description
 from lightning_ort.trainer.export import inferred, save
-from lightning_ort.trainer.merging import with_updates
 
 if TYPE_CHECKING:
     from lightning_ort.trainer.optimizer import Optimizer
     from lightning_ort.trainer.options import ORTTrainerOptions
 
-__all__ = ["GraphFiles"]
+__all__ = ["GraphFiles", "with_updates"]
 
 
 class GraphFiles:
@@ -131,3 +132,53 @@ def _renamed(
         for values in (node.input, node.output):
             values[:] = [new.get(name, name) for name in values]
     return model
+
+
+def with_updates(step: onnx.ModelProto, optimizer: Optimizer, gradients: Mapping[str, Tensor]) -> onnx.ModelProto:
+    """``step`` followed by the update of every weight whose gradient it gives.
+
+    The updates are those that run, but for the cutting and joining of tensors: one weight is one tensor here.
+
+    Args:
+        step: a graph with outputs ``<weight>_grad``.
+        optimizer: whose updates are meant.
+        gradients: name to gradient.
+    """
+    given = {value.name for value in step.graph.output}
+    names = [name for name in gradients if f"{name}_grad" in given]
+    merged = onnx.ModelProto()
+    merged.CopyFrom(step)
+    if not names:
+        return merged
+    updater = optimizer.updater
+    sizes, groups = [gradients[n].numel() for n in names], updater.groups_of(names)
+    dtypes = {g: gradients[n].dtype for g, n in zip(groups, names, strict=True)}
+    ordered = [dtypes[g] for g in range(len(dtypes))]
+    pieces = pieces_of(sizes, groups, elementwise=False)
+    update = UpdateGraph(updater.rule, pieces, ordered, clip=updater.clip, guard=updater.guard)
+    inputs = {value.name for value in merged.graph.input}
+    sources: dict[Slot, str] = {}
+    for slot, value in zip(update.inputs, update.model.graph.inputs, strict=True):
+        assert value.dtype is not None
+        source = sources[slot] = _name(slot, names, str(value.name))
+        if slot.what != "grad" and source not in inputs:
+            shape = list(gradients[names[slot.where.param]].shape) if isinstance(slot.where, Part) else []
+            merged.graph.input.append(helper.make_tensor_value_info(source, int(value.dtype), shape))
+            inputs.add(source)
+    append_update(
+        merged.graph,
+        update,
+        [gradients[n].shape for n in names],
+        sources,
+        lambda slot: "all_finite" if slot.what == "finite" else f"{_name(slot, names, '')}_updated",
+    )
+    return merged
+
+
+def _name(slot: Slot, names: list[str], number: str) -> str:
+    if not isinstance(slot.where, Part):
+        return f"update/{number}"
+    name = names[slot.where.param]
+    if slot.what == "param":
+        return name
+    return f"{name}_grad" if slot.what == "grad" else f"{name}/Moment_{int(slot.what) + 1}"

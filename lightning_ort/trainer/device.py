@@ -60,7 +60,10 @@ def runtime_config(options: ORTTrainerOptions, device: torch.device) -> RuntimeC
         ProviderError: a provider that this ONNX Runtime lacks.
     """
     native = _NATIVE[device.type]
-    providers = {name: dict(values) for name, values in options.provider_options.items()}
+    given = options.provider_options
+    # also says which of them are no mappings
+    check_available(list(given) or None, given or None)
+    providers = {name: dict(values) for name, values in given.items()}
     if native not in providers:
         # the first that has a kernel gets a node, and the CPU's has most of them
         providers = {native: {}} | providers if _CPU in providers else providers | {native: {}}

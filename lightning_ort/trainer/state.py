@@ -12,14 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ort.amp import LossScaler
-from lightning_ort.checkpoints.to_trainer import to_trainer
+from lightning_ort.amp.rules import StepScalerRule
+from lightning_ort.checkpoints import lightning, orttrainer
+from lightning_ort.checkpoints.conversion import to_trainer
+from lightning_ort.errors import CheckpointError
+from lightning_ort.files.reading import cause_of, refusing
 from lightning_ort.optim.config import _OptimizerConfig
-from lightning_ort.scalers import StepScalerRule
-from lightning_ort.trainer import checkpoint, lightning_files
+from lightning_ort.optim.step_info import TrainStepInfo
 from lightning_ort.trainer.optimizer import Optimizer
 from lightning_ort.trainer.options import ORTTrainerOptions
 from lightning_ort.trainer.step import CombinedModule
-from lightning_ort.trainer.step_info import TrainStepInfo
 
 __all__ = ["TrainerState", "weights_of"]
 
@@ -118,8 +120,8 @@ class TrainerState:
         if not include_optimizer_states:
             del state["optimizer"]
         if self._lightning:
-            state[checkpoint.LIGHTNING] = self._lightning
-        checkpoint.write(path, state, user_dict)
+            state[orttrainer.LIGHTNING] = self._lightning
+        orttrainer.write(path, state, user_dict)
 
     def load_checkpoint(
         self,
@@ -147,22 +149,27 @@ class TrainerState:
             The ``user_dict`` that was saved; of a Lightning checkpoint its ``epoch`` and ``global_step``.
 
         Raises:
-            ValueError: no HDF5 file, or none at all, or ``user_dict`` is pickled.
-            CheckpointError: a Lightning checkpoint that is damaged, or whose names or optimizer do not fit.
-            KeyError: no checkpoint of an ORTTrainer.
-            OSError: the file is damaged.
+            CheckpointError: no checkpoint, none of an ORTTrainer, or a damaged one; a Lightning checkpoint whose names
+                or optimizer do not fit. It is a ``ValueError``; for a damaged file also an ``OSError``.
+            ValueError: ``user_dict`` is pickled.
             AssertionError: more or fewer files than the checkpoint has, or another optimizer's.
             RuntimeError: see :meth:`load_state_dict`.
         """
-        if len(paths) == 1 and lightning_files.is_lightning(paths[0]):
-            found = lightning_files.read(paths[0], allow_pickle=allow_pickle)
-            state, rest = to_trainer(found, self._weights, self._optimizer.names(), prefix, paths[0])
-            user_dict = {key: found[key] for key in ("epoch", "global_step")}
-            kept = lightning_files.pack(rest)
+        if len(paths) == 1 and lightning.is_lightning(paths[0]):
+            found = lightning.read(paths[0], allow_pickle=allow_pickle)
+            with refusing(paths[0], "a checkpoint of Lightning whose content does not fit together"):
+                state, rest = to_trainer(found, self._weights, self._optimizer.names(), prefix, paths[0])
+                user_dict = {key: found[key] for key in ("epoch", "global_step")}
+            kept = lightning.pack(rest)
         else:
-            state, user_dict = checkpoint.read_all(paths, allow_pickle=allow_pickle)
-            kept = state.pop(checkpoint.LIGHTNING, {})
-        self.load_state_dict(state, strict=strict)
+            state, user_dict = orttrainer.read_all(paths, allow_pickle=allow_pickle)
+            kept = state.pop(orttrainer.LIGHTNING, {})
+        try:
+            self.load_state_dict(state, strict=strict)
+        except (AssertionError, RuntimeError) as error:
+            raise type(error)(f"{', '.join(map(str, paths))}: {error}") from error
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{', '.join(map(str, paths))} does not fit together: {cause_of(error)}.") from error
         self._lightning = kept
         return user_dict
 

@@ -12,22 +12,23 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ort.amp import DynamicLossScaler, LossScaler
+from lightning_ort.compiler.aot.inputs import input_type
 from lightning_ort.environment import require_onnxruntime
+from lightning_ort.onnx_reader import to_torch
 from lightning_ort.optim.config import _OptimizerConfig
+from lightning_ort.optim.step_info import TrainStepInfo
+from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.trainer.debug import GraphFiles
-from lightning_ort.trainer.description import describe
+from lightning_ort.trainer.description import Description, describe
 from lightning_ort.trainer.device import choose_device, runtime_config
-from lightning_ort.trainer.execution import Execution
 from lightning_ort.trainer.export import check_export, export, save
-from lightning_ort.trainer.model import make_module
-from lightning_ort.trainer.optimizer import Optimizer
-from lightning_ort.trainer.options import ORTTrainerOptions
-from lightning_ort.trainer.refusals import check_arguments, refuse
+from lightning_ort.trainer.optimizer import Optimizer, check_groups
+from lightning_ort.trainer.options import ORTTrainerOptions, check_arguments, refuse
 from lightning_ort.trainer.state import TrainerState, weights_of
-from lightning_ort.trainer.step import CombinedModule
-from lightning_ort.trainer.step_info import TrainStepInfo
+from lightning_ort.trainer.step import CombinedModule, Execution
+from lightning_ort.validation import number
 
-__all__ = ["ORTTrainer"]
+__all__ = ["ORTTrainer", "example_inputs", "make_module"]
 
 
 class ORTTrainer(TrainerState):
@@ -81,14 +82,18 @@ class ORTTrainer(TrainerState):
         if mixed.enabled:
             self._scaler = DynamicLossScaler() if mixed.loss_scaler is None else mixed.loss_scaler
         self._device = choose_device(self.options)
-        runtime = runtime_config(self.options, self._device)
+        # all that may be refused comes before the first thing that is changed
+        RuntimeConfig(session_options=self.options.session_options).check()
         module = make_module(model, self.model_desc, self.options)
         self._from_onnx = isinstance(model, onnx.ModelProto)
+        self._made_up = example_inputs(model, self.model_desc) if isinstance(model, onnx.ModelProto) else None
         self._combined = CombinedModule(module, loss_fn, self.model_desc)
+        self._weights = self._all_weights(module)
+        self._check_names()
+        runtime = runtime_config(self.options, self._device)
+        runtime.check()
         self._combined.to(self._device)
-        self._weights = weights_of(module)
-        if isinstance(loss_fn, nn.Module):
-            self._weights |= {f"loss_fn.{name}": tensor for name, tensor in weights_of(loss_fn).items()}
+        self._weights = self._all_weights(module)
         trained = self._freeze()
         clip, guard = self.options.utils.grad_norm_clip, bool(mixed.enabled)
         self._optimizer = Optimizer(optim_config, trained, self._weights, runtime, clip=clip, guard=guard)
@@ -106,17 +111,27 @@ class ORTTrainer(TrainerState):
         self._skipped = 0
         self._lightning: dict[str, Any] = {}
 
-    def _freeze(self) -> dict[str, nn.Parameter]:
-        """Take the frozen weights out of the gradients; the weights that are trained."""
-        params = {n: t for n, t in self._weights.items() if isinstance(t, nn.Parameter)}
+    def _all_weights(self, module: nn.Module) -> dict[str, Tensor]:
+        weights = weights_of(module)
+        if isinstance(self.loss_fn, nn.Module):
+            weights |= {f"loss_fn.{name}": tensor for name, tensor in weights_of(self.loss_fn).items()}
+        return weights
+
+    def _check_names(self) -> None:
+        """Raise if the options or the optimizer name weights that there are not."""
         frozen = self.options.utils.frozen_weights
-        unknown = [name for name in frozen if name not in self._weights]
+        unknown = [name for name in frozen if not isinstance(name, str) or name not in self._weights]
         if unknown:
             raise RuntimeError(
                 f"{unknown} params from 'frozen_weights' not found in the ONNX model. Its weights are "
                 f"{', '.join(self._weights)}."
             )
-        for name in frozen:
+        check_groups(self.optim_config, self._weights)
+
+    def _freeze(self) -> dict[str, nn.Parameter]:
+        """Take the frozen weights out of the gradients; the weights that are trained."""
+        params = {n: t for n, t in self._weights.items() if isinstance(t, nn.Parameter)}
+        for name in self.options.utils.frozen_weights:
             if name in params:
                 params[name].requires_grad_(False)
         return {name: p for name, p in params.items() if p.requires_grad}
@@ -200,7 +215,10 @@ class ORTTrainer(TrainerState):
 
     def _learning_rate(self) -> float:
         schedule = self.options.lr_scheduler
-        return float(self.optim_config.lr if schedule is None else schedule._step(self._train_step_info)[0])
+        if schedule is not None:
+            return float(schedule._step(self._train_step_info)[0])
+        # it may have been changed since the last step
+        return number("optim_config.lr", self.optim_config.lr, low=0)
 
     # -- ONNX files -----------------------------------------------------------------------------------------------
 
@@ -215,11 +233,13 @@ class ORTTrainer(TrainerState):
             ValueError: its folder does not exist.
 
         Warns:
-            UserWarning: before the first step, when nothing is written because the types of the inputs are unknown.
+            UserWarning: before the first step of a module, when nothing is written because the types of the inputs
+                are unknown. An ONNX model tells them.
         """
         if not isinstance(path, (str, os.PathLike)):
             raise AssertionError("'path' must be a valid path string")
-        if self._execution.example is None:
+        model = self._exported()
+        if model is None:
             warnings.warn(
                 "Training session is not initialized yet. 'train_step' or 'eval_step' methods must be executed at "
                 "least once before calling 'save_as_onnx()'.",
@@ -229,7 +249,22 @@ class ORTTrainer(TrainerState):
             return
         if not os.fspath(path) or not os.path.isdir(os.path.dirname(os.fspath(path)) or "."):
             raise ValueError(f"'path' is not valid or does not exist: {os.fspath(path)!r}")
-        save(export(self._combined, self.model_desc, self._execution.example, self.options), path)
+        save(model, path)
+
+    def _exported(self) -> onnx.ModelProto | None:
+        """The model as :meth:`save_as_onnx` writes it; ``None`` as long as the types of its inputs are unknown."""
+        if self._execution.example is not None:
+            return export(self._combined, self.model_desc, self._execution.example, self.options)
+        if self._made_up is None:
+            return None
+        try:
+            return export(self._combined, self.model_desc, self._made_up, self.options)
+        except Exception as error:
+            sizes = [list(x.shape) for x in self._made_up]
+            raise RuntimeError(
+                f"The model could not be exported with made-up inputs of the sizes {sizes}: {error}. Execute "
+                "'train_step' or 'eval_step' once before 'save_as_onnx()'."
+            ) from error
 
     def _check_export(self, inputs: Sequence[Tensor]) -> None:
         names = [entry.name for entry in self.model_desc.inputs]
@@ -241,3 +276,46 @@ class ORTTrainer(TrainerState):
 
 def _given_out(results: list[Tensor]) -> Any:
     return results[0] if len(results) == 1 else results
+
+
+def make_module(model: nn.Module | onnx.ModelProto, description: Description, options: ORTTrainerOptions) -> nn.Module:
+    """``model`` itself, or an ONNX model converted.
+
+    Raises:
+        NotImplementedError: ``extra_postprocess``, which rewrites ONNX models, was given for a module.
+        ValueError: names of an ONNX model are not those described.
+    """
+    rewrite = options._internal_use.extra_postprocess
+    if isinstance(model, nn.Module):
+        if rewrite is not None:
+            raise NotImplementedError(
+                "options['_internal_use.extra_postprocess'] rewrites the ONNX model that is trained, but a module is "
+                "compiled without one. Export it, and train the onnx.ModelProto."
+            )
+        return model
+    if rewrite is not None:
+        model = rewrite(model) or model
+    assert isinstance(model, onnx.ModelProto)
+    stored = {initializer.name for initializer in model.graph.initializer}
+    for kind, described, values in (
+        ("inputs", description.inputs, model.graph.input),
+        ("outputs", description.outputs, model.graph.output),
+    ):
+        own = [value.name for value in values if value.name not in stored]
+        wanted = [entry.name for entry in described]
+        if own != wanted:
+            raise ValueError(f"The ONNX model has the {kind} {own}, but model_desc describes {wanted}.")
+    return to_torch(model)
+
+
+def example_inputs(model: onnx.ModelProto, description: Description) -> list[Tensor]:
+    """Made-up inputs of an ONNX model: zeros of its types and of the described sizes, those that may change are 2.
+
+    Raises:
+        UnsupportedError: an input has no type that torch has.
+    """
+    types = {value.name: input_type(value) for value in model.graph.input}
+    return [
+        torch.zeros([2 if isinstance(size, str) else size for size in entry.shape], dtype=types[entry.name])
+        for entry in description.inputs
+    ]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnxruntime
+import torch
 
-from lightning_ort.runtime.ort_values import owning
+from lightning_ort.compiler.aot.inputs import InputInfo
+from lightning_ort.compiler.aot.sizes import mismatch
+from lightning_ort.runtime.tensors import owning
 
-__all__ = ["TrainingBinding"]
+__all__ = ["TrainingBinding", "as_feed", "as_scalar"]
 
 
 class TrainingBinding(onnxruntime.IOBinding):
@@ -110,3 +113,53 @@ def _view(device_type: str, element_type: Any, shape: Sequence[int], address: in
     count = int(np.prod(shape, dtype=np.int64)) if len(shape) else 1
     memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
     return np.frombuffer(memory, dtype=dtype, count=count).reshape(tuple(shape))
+
+
+def as_feed(infos: Sequence[InputInfo], given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """One contiguous CPU tensor per input.
+
+    Raises:
+        ValueError: an input is missing or unknown, or has another element type or size than declared and required.
+    """
+    names = [i.name for i in infos]
+    missing, unknown = [n for n in names if n not in given], [n for n in given if n not in names]
+    if missing or unknown:
+        parts = [f"missing: {', '.join(missing)}"] * bool(missing) + [f"unknown: {', '.join(unknown)}"] * bool(unknown)
+        raise ValueError(f"The feed does not fit the inputs ({'; '.join(parts)}). Inputs: {', '.join(names)}.")
+    found = {i.name: as_tensor(i.name, given[i.name]) for i in infos}
+    for info in infos:
+        if found[info.name].dtype != info.dtype:
+            raise ValueError(f"Input {info.name!r} is {found[info.name].dtype}; expected {info.dtype}.")
+    wrong = mismatch(infos, [found[i.name].shape for i in infos])
+    if wrong is not None:
+        raise ValueError(wrong)
+    return found
+
+
+def as_tensor(name: str, value: Any) -> torch.Tensor:
+    """A numpy array, OrtValue, torch tensor, number or list as a CPU tensor."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().contiguous()
+    if isinstance(value, onnxruntime.OrtValue):
+        value = value.numpy()
+    array = np.ascontiguousarray(value)
+    array = array.reshape(np.shape(value))  # ascontiguousarray makes a vector of a scalar
+    try:
+        return torch.from_numpy(array if array.flags.writeable else array.copy())
+    except TypeError as error:
+        raise ValueError(f"Input {name!r} is {array.dtype}, which no tensor can hold.") from error
+
+
+def as_scalar(name: str, value: Any) -> float:
+    """A number from whatever holds exactly one.
+
+    Raises:
+        ValueError: it holds none or several, or is not finite.
+    """
+    tensor = as_tensor(name, value)
+    if tensor.numel() != 1:
+        raise ValueError(f"Input {name!r} has shape {tuple(tensor.shape)}; expected one number.")
+    number = float(tensor)
+    if not np.isfinite(number):
+        raise ValueError(f"Input {name!r} is {number}; expected a finite number.")
+    return number

@@ -1,4 +1,4 @@
-"""The class that extends a forward ONNX graph by gradients."""
+"""Gradients of a forward ONNX graph, as an ONNX graph for any ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from pathlib import Path
 
 import onnx_ir as ir
 
+from lightning_ort import validation
+from lightning_ort.compiler.aot.emit import written
+from lightning_ort.compiler.aot.inputs import input_infos
+from lightning_ort.compiler.aot.joint import trace_joint
+from lightning_ort.compiler.aot.reference import StepReference
 from lightning_ort.compiler.passes import standardize
+from lightning_ort.errors import UnsupportedError
 from lightning_ort.files.onnx_models import save_onnx
-from lightning_ort.onnx_gradients.inputs import input_infos
-from lightning_ort.onnx_gradients.joint import trace_joint
-from lightning_ort.onnx_gradients.writing import written
 from lightning_ort.onnx_reader import to_torch
-from lightning_ort.onnx_reader.load import Model, load
+from lightning_ort.onnx_reader.load import Model, load, name_of, using
+from lightning_ort.training_session.generated_run import compare_once
+from lightning_ort.validation import flag, shown
 
 __all__ = ["GradientGraphBuilder"]
 
@@ -42,28 +47,54 @@ class GradientGraphBuilder:
     """
 
     def __init__(self, model: Model, y_names: Iterable[str], x_names: Iterable[str], loss_name: str) -> None:
-        self._proto = load(model)
+        self._proto, self._name = load(model), name_of(model)
         self._y_names, self._x_names = _names("y_names", y_names), _names("x_names", x_names)
+        if not isinstance(loss_name, str):
+            raise TypeError(f"loss_name={shown(loss_name)}: expected the name of an output, or ''.")
         self._loss_name = loss_name
-        _require("y_names", self._y_names, [o.name for o in self._proto.graph.output], "output")
-        sources = dict.fromkeys(i.name for i in [*self._proto.graph.initializer, *self._proto.graph.input])
-        _require("x_names", self._x_names, list(sources), "initializer or input")
+        with using(self._name):
+            _require("y_names", self._y_names, [o.name for o in self._proto.graph.output], "output")
+            sources = dict.fromkeys(i.name for i in [*self._proto.graph.initializer, *self._proto.graph.input])
+            _require("x_names", self._x_names, list(sources), "initializer or input")
         if loss_name and loss_name not in self._y_names:
             raise ValueError(f"loss_name {loss_name!r} is not one of y_names: {', '.join(self._y_names)}.")
         self._model: ir.Model | None = None
+        self._not_compared: str | None = "build() has not been called"
 
-    def build(self) -> None:
+    def build(self, *, verify: bool | None = None) -> None:
         """Make the gradient graph.
+
+        Args:
+            verify: run it once on generated inputs, on the CPU, and compare outputs and gradients with the same
+                computation in torch. ``None``, the default, does so where that takes at most about a second and is
+                possible; :attr:`not_compared` says whether it has been. ``True`` does so however long it takes.
 
         Raises:
             ValueError: one of ``x_names`` is no float tensor.
             UnsupportedError: a node whose value or gradient has no ONNX form, or a graph that holds for some sizes
-                only where the file says they vary.
+                only where the file says they vary; with ``verify=True`` a graph that cannot be compared.
+            MismatchError: an output or a gradient is not torch's.
         """
-        module = to_torch(self._proto, [i.name for i in self._proto.graph.initializer if i.name in self._x_names])
+        if verify is not None:
+            flag("verify", verify)
         incoming = [name for name in self._y_names if name != self._loss_name]
-        joint = trace_joint(module, input_infos(self._proto), self._y_names, incoming, self._x_names)
-        self._model = standardize(written(joint, self._proto))
+        with using(self._name):
+            module = to_torch(self._proto, [i.name for i in self._proto.graph.initializer if i.name in self._x_names])
+            joint = trace_joint(module, input_infos(self._proto), self._y_names, incoming, self._x_names)
+            model = standardize(written(joint, self._proto))
+        if verify is False:
+            self._not_compared = "verify=False"
+        else:
+            reference = StepReference(module, joint, self._y_names, incoming, self._x_names)
+            self._not_compared = compare_once(reference, joint, model, limited=verify is None)
+            if verify and self._not_compared is not None:
+                raise UnsupportedError(f"verify=True: the gradient graph was not compared: {self._not_compared}.")
+        self._model = model
+
+    @property
+    def not_compared(self) -> str | None:
+        """Why the gradient graph has not been compared with torch; ``None`` if it has."""
+        return self._not_compared
 
     def get_model(self) -> bytes:
         """The gradient graph, serialized.
@@ -92,7 +123,7 @@ def _names(argument: str, names: Iterable[str]) -> list[str]:
     """Sorted, so that sets of the same names give the same graph."""
     if isinstance(names, str):
         raise TypeError(f"{argument} is the string {names!r}; expected a set of names, as in {{{names!r}}}.")
-    found = sorted(set(names))
+    found = sorted(set(validation.names(argument, names)))
     if not found:
         raise ValueError(f"{argument} is empty; expected at least one name.")
     return found

@@ -6,7 +6,14 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["TrainingParameters"]
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from lightning_ort.onnx_reader.load import trainable_initializers
+from lightning_ort.validation import is_number, is_whole, shown
+
+__all__ = ["TrainingParameters", "trained_weights"]
 
 _ONE_PROCESS = "a TrainingSession trains in one process"
 _OWN_MEMORY = "activations are freed as early as eager frees them, and none is computed twice"
@@ -14,10 +21,10 @@ _FP16 = "it computes in the element types of the ONNX file; convert the file, or
 
 # name: (default, why another value is refused; None where it has an effect)
 _PROPERTIES: dict[str, tuple[Any, str | None]] = {
-    "allreduce_post_accumulation": (False, _ONE_PROCESS),
+    "allreduce_post_accumulation": (False, None),  # in one process there is nothing to reduce
     "attn_dropout_recompute": (False, _OWN_MEMORY),
     "data_parallel_size": (1, _ONE_PROCESS),
-    "deepspeed_zero_stage": (0, _ONE_PROCESS),
+    "deepspeed_zero_stage": (0, None),  # nor to partition
     "enable_adasum": (False, _ONE_PROCESS),
     "enable_grad_norm_clip": (True, None),
     "gelu_recompute": (False, _OWN_MEMORY),
@@ -52,7 +59,6 @@ _PROPERTIES: dict[str, tuple[Any, str | None]] = {
     "world_rank": (0, _ONE_PROCESS),
     "world_size": (1, _ONE_PROCESS),
 }
-_NUMBERS = (int, float)
 
 
 class TrainingParameters:
@@ -110,9 +116,9 @@ def _checked(name: str, value: Any, default: Any) -> Any:
     if isinstance(default, bool):
         right = isinstance(value, bool)
     elif isinstance(default, float):
-        right = isinstance(value, _NUMBERS) and not isinstance(value, bool)
+        right = is_number(value)
     elif isinstance(default, int):
-        right = isinstance(value, int) and not isinstance(value, bool)
+        right = is_whole(value)
     elif isinstance(default, set):
         right = isinstance(value, (set, frozenset, list, tuple)) and all(isinstance(v, str) for v in value)
     elif isinstance(default, list):
@@ -125,6 +131,55 @@ def _checked(name: str, value: Any, default: Any) -> Any:
         raise TypeError(f"TrainingParameters.{name} must be of type {expected.__name__}, not {value!r}.")
     if name == "gradient_accumulation_steps" and value < 1:
         raise ValueError(f"TrainingParameters.gradient_accumulation_steps must be at least 1, not {value}.")
+    if name == "deepspeed_zero_stage" and value not in (0, 1):
+        raise ValueError(f"TrainingParameters.deepspeed_zero_stage must be 0 or 1, not {value}.")
     if name == "loss_scale" and not 0 <= value < float("inf"):
         raise ValueError(f"TrainingParameters.loss_scale must be 0 (none) or a positive number, not {value}.")
-    return copy.deepcopy(type(default)(value)) if not isinstance(default, bool) else value
+    if isinstance(default, bool):
+        return value
+    try:
+        return copy.deepcopy(expected(value))
+    except Exception as error:
+        raise TypeError(f"TrainingParameters.{name} holds what cannot be copied: {error}.") from error
+
+
+def trained_weights(model: onnx.ModelProto, parameters: TrainingParameters) -> list[str]:
+    """Names in the order of the file.
+
+    Raises:
+        ValueError: ``weights_to_train`` or ``weights_not_to_train`` names an initializer that the model lacks.
+    """
+    known = [i.name for i in model.graph.initializer]
+    wanted, excluded = parameters.weights_to_train, parameters.weights_not_to_train
+    for attribute, names in (("weights_to_train", wanted), ("weights_not_to_train", excluded)):
+        unknown = sorted(set(names) - set(known))
+        if unknown:
+            listed = ", ".join(map(repr, unknown))
+            raise ValueError(f"{attribute}: the model has no initializer {listed}. It has: {', '.join(known)}.")
+    chosen = wanted or set(trainable_initializers(model)) - _immutable(model, parameters.immutable_weights)
+    return [name for name in known if name in chosen and name not in excluded]
+
+
+def _immutable(model: onnx.ModelProto, rules: Mapping[str, Mapping[int, float]]) -> set[str]:
+    """Initializers that are a constant of an operator: ``{op_type: {input position: value}}``.
+
+    Raises:
+        TypeError: the rules are of another form.
+    """
+    for operator, positions in rules.items():
+        fits = isinstance(positions, Mapping) and all(is_whole(k) and is_number(v) for k, v in positions.items())
+        if not isinstance(operator, str) or not fits:
+            raise TypeError(
+                f"immutable_weights has {shown(operator)}: {shown(positions)}; expected operator types to mappings "
+                "from the position of an input to a number."
+            )
+    values = {i.name: i for i in model.graph.initializer}
+    found = set()
+    for node in model.graph.node:
+        for position, value in rules.get(node.op_type, {}).items():
+            name = node.input[int(position)] if int(position) < len(node.input) else ""
+            if name in values:
+                array = numpy_helper.to_array(values[name])
+                if array.size == 1 and np.float32(array.item()) == np.float32(value):
+                    found.add(name)
+    return found

@@ -11,23 +11,21 @@ import onnxruntime
 import torch
 from onnx import TensorProto, helper
 
-from lightning_ort.onnx_gradients.inputs import input_infos
-from lightning_ort.onnx_gradients.joint import GRAD, NEW
+from lightning_ort.compiler.aot.joint import GRAD
+from lightning_ort.errors import ProviderError
 from lightning_ort.onnx_reader import to_torch
-from lightning_ort.onnx_reader.load import Model, load
-from lightning_ort.onnx_reader.parameters import trainable_initializers
-from lightning_ort.onnx_training.binding import TrainingBinding
-from lightning_ort.onnx_training.feeds import as_feed, as_scalar
-from lightning_ort.onnx_training.graph import TrainingGraph
-from lightning_ort.onnx_training.optimizers import WeightUpdate
-from lightning_ort.onnx_training.parameters import TrainingParameters
-from lightning_ort.onnx_training.saved_graphs import save_graphs
-from lightning_ort.onnx_training.session_info import SessionInfo
-from lightning_ort.onnx_training.session_state import SessionState
-from lightning_ort.onnx_training.signature import signature_session
-from lightning_ort.onnx_training.weights import trained_weights
+from lightning_ort.onnx_reader.load import Model, load, name_of, trainable_initializers, using
 from lightning_ort.runtime.config import RuntimeConfig
-from lightning_ort.runtime.ort_values import owning
+from lightning_ort.runtime.memory import Packed
+from lightning_ort.runtime.providers import check_available
+from lightning_ort.runtime.tensors import owning
+from lightning_ort.training_session.binding import TrainingBinding, as_feed, as_scalar
+from lightning_ort.training_session.graph import TrainingGraph, save_graphs
+from lightning_ort.training_session.optimizer import WeightUpdate
+from lightning_ort.training_session.parameters import TrainingParameters, trained_weights
+from lightning_ort.training_session.signature import SessionInfo, signature_session
+from lightning_ort.training_session.state import SessionState
+from lightning_ort.validation import flag, shown
 
 __all__ = ["TrainingSession"]
 
@@ -49,6 +47,8 @@ class TrainingSession(SessionInfo, SessionState):
         sess_options: as for ``onnxruntime.InferenceSession``; or a mapping of option names to values.
         providers: execution providers in order of preference, names or tuples of name and options.
         provider_options: one mapping per provider.
+        verify: compare the first run that trains and the first one that evaluates with the same computation in torch.
+            A run that draws random numbers, as Dropout does in training, cannot be compared.
 
     Raises:
         FileNotFoundError, ValueError: no such file, not an ONNX model, unknown names, or a property that contradicts
@@ -64,17 +64,22 @@ class TrainingSession(SessionInfo, SessionState):
         sess_options: Any = None,
         providers: Sequence[Any] | None = None,
         provider_options: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        verify: bool = True,
     ) -> None:
         if not isinstance(parameters, TrainingParameters):
             raise TypeError(f"parameters is a {type(parameters).__name__}; expected lightning_ort.TrainingParameters.")
-        self._parameters, self._proto = parameters, load(path_or_bytes)
-        self._infos = input_infos(self._proto)
+        RuntimeConfig(*_split(providers, provider_options), sess_options).check()
+        self._verify = flag("verify", verify)
+        self._parameters, self._proto, self._name = parameters, load(path_or_bytes), name_of(path_or_bytes)
         self._forward_outputs = [o.name for o in self._proto.graph.output]
-        self._loss = self._find_loss()
-        trained = trained_weights(self._proto, parameters)
-        if not trained:
-            raise ValueError("No weight is trained: the model has no float initializer that may be.")
-        self._module = to_torch(self._proto, trained)
+        with using(self._name):
+            self._loss = self._find_loss()
+            trained = trained_weights(self._proto, parameters)
+            if not trained:
+                raise ValueError("No weight is trained: the model has no float initializer that may be.")
+        with using(self._name):
+            self._module = to_torch(self._proto, trained)
         by_name = {onnx_name: path for path, onnx_name in self._module.parameter_names.items()}
         tensors = dict(self._module.named_parameters())
         self._weights = {n: tensors[by_name[n]].detach() for n in trained}
@@ -92,7 +97,7 @@ class TrainingSession(SessionInfo, SessionState):
         self._make(providers, provider_options)
         if self._updates is not None and parameters._initial_state:
             self._updates.assign(self._updates.check(parameters._initial_state))
-        save_graphs(self._proto, parameters, self._loss, list(self._weights), self._updates)
+        save_graphs(self._proto, parameters, self._loss, list(self._weights), self._updates, verify=verify)
 
     def _find_loss(self) -> str:
         name = self._parameters.loss_output_name
@@ -104,8 +109,12 @@ class TrainingSession(SessionInfo, SessionState):
 
     def _make(self, providers: Sequence[Any] | None, provider_options: Sequence[Mapping[str, Any]] | None) -> None:
         names, options = _split(providers, provider_options)
-        self._config = config = RuntimeConfig(names, options, self._options)
-        self._train = self._graph(list(self._weights))
+        config = RuntimeConfig(names, options, self._options)
+        config.check()
+        self._config = config
+        self._gradients = Packed(self._weights)
+        self._train = self._graph(self._gradients.views)
+        self._infos = self._train.infos
         self._evaluation: TrainingGraph | None = None
         update = None
         if self._parameters.training_optimizer_name:
@@ -120,12 +129,16 @@ class TrainingSession(SessionInfo, SessionState):
                 dtype = helper.np_dtype_to_tensor_dtype(np.dtype(str(tensor.dtype).removeprefix("torch.")))
                 extra.append(helper.make_tensor_value_info(f"{name}_grad", dtype, list(tensor.shape)))
         rate = self._parameters.lr_params_feed_name if self._updates is not None else None
-        self._signature = signature_session(self._proto, rate, extra)
+        with using(self._name):
+            self._signature = signature_session(self._proto, rate, extra)
         self._output_names = [o.name for o in self._signature.get_outputs()]
 
-    def _graph(self, wanted: list[str]) -> TrainingGraph:
+    def _graph(self, gradients: Mapping[str, torch.Tensor]) -> TrainingGraph:
         tensors = self._weights | self._buffers
-        return TrainingGraph(self._proto, self._module, self._loss, wanted, tensors, self._config)
+        with using(self._name):
+            return TrainingGraph(
+                self._proto, self._module, self._loss, gradients, tensors, self._config, verify=self._verify
+            )
 
     def _flags(self) -> list[str]:
         flags = [ALL_FINITE] if self._parameters.loss_scale else []
@@ -150,6 +163,8 @@ class TrainingSession(SessionInfo, SessionState):
 
         Raises:
             ValueError: an unknown output, or a feed that does not fit; nothing has been changed then.
+            MismatchError: a first run gives something else than torch, named in the words of the file; nothing has
+                been changed then.
         """
         evaluate = bool(getattr(run_options, "only_execute_path_to_fetches", False))
         known = self._forward_outputs if evaluate else self._output_names
@@ -175,7 +190,7 @@ class TrainingSession(SessionInfo, SessionState):
         self, feed: Mapping[str, torch.Tensor], scale: float, *, evaluate: bool = False
     ) -> dict[str, np.ndarray]:
         if evaluate and self._evaluation is None:
-            self._evaluation = self._graph([])
+            self._evaluation = self._graph({})
         graph = self._evaluation if evaluate and self._evaluation is not None else self._train
         try:
             return graph(feed, scale)
@@ -189,10 +204,7 @@ class TrainingSession(SessionInfo, SessionState):
     def _step(self, feed: Mapping[str, torch.Tensor], lr: float | None) -> dict[str, np.ndarray]:
         scale = float(self._parameters.loss_scale) or 1.0
         found = self._forward(feed, scale)
-        for name, buffer in self._buffers.items():
-            if f"{name}{NEW}" in found:
-                buffer.copy_(torch.from_numpy(found[f"{name}{NEW}"]))
-        gradients = {n: torch.from_numpy(found[f"{n}{GRAD}"]) for n in self._weights}
+        gradients = self._gradients.views
         if self._parameters.set_gradients_as_graph_outputs:
             found |= {f"{n}{GRAD}": (g / scale).numpy() for n, g in gradients.items()}
         steps = self._parameters.gradient_accumulation_steps
@@ -201,8 +213,7 @@ class TrainingSession(SessionInfo, SessionState):
             complete = self._accumulated(gradients, steps)
             updated = complete is not None
             if complete is not None and lr is not None:
-                ordered = [complete[n] for n in self._weights]
-                finite = self._updates.run(ordered, lr, 1.0 / (steps * scale))
+                finite = self._updates.run(complete, lr, 1.0 / (steps * scale))
         found[ALL_FINITE] = np.array([finite])
         found[ACCUMULATED] = np.array([not updated])
         return found
@@ -261,6 +272,11 @@ def _split(providers: Sequence[Any] | None, options: Any) -> tuple[list[str] | N
     """Names and options of providers that may be tuples of both."""
     if providers is None:
         return None, options
+    if isinstance(providers, (str, bytes)) or not isinstance(providers, Sequence):
+        check_available(providers, None)  # type: ignore[arg-type]  # which says what is wrong
+    for p in providers:
+        if isinstance(p, tuple) and not (len(p) == 2 and isinstance(p[1], Mapping)):
+            raise ProviderError(f"providers holds {shown(p)}: expected names, or tuples of a name and its options.")
     names = [p[0] if isinstance(p, tuple) else p for p in providers]
     if any(isinstance(p, tuple) for p in providers):
         if options:

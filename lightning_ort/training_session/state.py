@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_ort.onnx_training.feeds import as_tensor
-from lightning_ort.onnx_training.optimizers import SHARED, WeightUpdate
+from lightning_ort.checkpoints.names import SHARED
+from lightning_ort.training_session.binding import as_tensor
+from lightning_ort.training_session.optimizer import WeightUpdate
 
 __all__ = ["SessionState"]
 

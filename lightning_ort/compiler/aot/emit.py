@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import onnx
 import onnx_ir as ir
+from onnx import helper
 
+from lightning_ort.compiler.aot.inputs import InputInfo, input_infos
+from lightning_ort.compiler.aot.joint import GRAD, NEW, Joint
+from lightning_ort.compiler.aot.random import write_draw
+from lightning_ort.compiler.aot.sizes import size_text
 from lightning_ort.compiler.lowering import GraphBuilder, NotLowered
 from lightning_ort.compiler.passes import optimize
-from lightning_ort.compiler.sources import source_line
+from lightning_ort.compiler.placement import source_line
 from lightning_ort.errors import UnsupportedError
-from lightning_ort.onnx_gradients.draws import write_draw
-from lightning_ort.onnx_gradients.joint import GRAD, NEW, Joint
+from lightning_ort.runtime.tensors import ONNX
 
-__all__ = ["written"]
+__all__ = ["described", "written"]
 
 
 def written(joint: Joint, proto: onnx.ModelProto, fed: Collection[str] = ()) -> ir.Model:
     """``joint`` as a model whose inputs, initializers and outputs are called as in ``proto``.
+
+    Sizes are declared as there, unless operators require more of them.
 
     Args:
         fed: initializers that become inputs.
@@ -26,6 +32,8 @@ def written(joint: Joint, proto: onnx.ModelProto, fed: Collection[str] = ()) -> 
     Raises:
         UnsupportedError: a node of the ONNX file whose value or gradient has no ONNX form.
     """
+    if input_infos(proto) != joint.infos:
+        proto = described(joint, [o.name for o in proto.graph.output])
     builder = GraphBuilder()
     for node in joint.traced.graph.nodes:
         try:
@@ -55,6 +63,20 @@ def written(joint: Joint, proto: onnx.ModelProto, fed: Collection[str] = ()) -> 
     _restore_inputs(model, proto)
     _declare_outputs(model, proto, joint)
     return model
+
+
+def described(joint: Joint, outputs: Sequence[str]) -> onnx.ModelProto:
+    """A model that has nothing but the inputs of ``joint`` and some of its results, as they are to be declared."""
+    results = []
+    for name in outputs:
+        fake = joint.results[name].meta["val"]
+        shape = tuple(size_text(s, joint.names) for s in fake.shape)
+        results.append(_value_info(InputInfo(name, fake.dtype, shape)))
+    return helper.make_model(helper.make_graph([], "step", [_value_info(i) for i in joint.infos], results))
+
+
+def _value_info(info: InputInfo) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(info.name, int(ONNX[info.dtype]), list(info.shape))
 
 
 def _rename_inputs(model: ir.Model, names: dict[str, str]) -> None:

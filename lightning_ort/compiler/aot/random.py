@@ -12,7 +12,7 @@ from torch import fx
 
 from lightning_ort.compiler.lowering import GraphBuilder
 from lightning_ort.errors import UnsupportedError
-from lightning_ort.runtime.dtypes import ONNX
+from lightning_ort.runtime.tensors import ONNX
 
 __all__ = ["write_draw"]
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import onnx_ir as ir
 
-from lightning_ort.onnx_gradients.inputs import InputInfo
+from lightning_ort.compiler.aot.inputs import InputInfo
 
 __all__ = ["StepGraph"]
 
@@ -20,7 +20,7 @@ class StepGraph:
         inputs: what a user feeds, in order. Sizes that vary are names; equal names are equal sizes.
         outputs: names of what a user gets, in order. In a training or evaluation step the first is the loss.
         tensors: further inputs: name in the graph to the name of a parameter or buffer in the
-            :class:`~lightning_ort.ondevice.state.TrainingState`.
+            :class:`~lightning_ort.checkpoints.state.TrainingState`.
         gradients: name of each trained parameter to the output that is its gradient.
         updates: name of each buffer that changes to the output that is its new value.
         order: names of the tensors in the order in which they follow each other in one buffer, where that is not the

@@ -11,14 +11,14 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
+from lightning_ort.compiler.aot.step_graph import StepGraph
 from lightning_ort.compiler.passes import with_training_kernels
-from lightning_ort.ondevice.step_graph import StepGraph
 from lightning_ort.runtime.config import RuntimeConfig
-from lightning_ort.runtime.dtypes import NUMPY, ONNX
-from lightning_ort.runtime.kernels import has_training_kernels
+from lightning_ort.runtime.providers import has_training_kernels
 from lightning_ort.runtime.session import OrtSession
+from lightning_ort.runtime.tensors import NUMPY, ONNX
 
-__all__ = ["Step"]
+__all__ = ["StepRunner"]
 
 _SMALL = 1 << 14
 """Bytes up to which a tensor is copied to and from memory that stays bound: quicker than binding it where it is."""
@@ -29,8 +29,8 @@ _QUICK = 1 << 14
 _TORCH = {onnx: dtype for dtype, onnx in ONNX.items()}
 
 
-class Step:
-    """A session of ``graph``.
+class StepRunner:
+    """Runs a :class:`~lightning_ort.compiler.aot.step_graph.StepGraph` in one session.
 
     Args:
         graph: what is computed.
@@ -40,6 +40,9 @@ class Step:
 
     Raises:
         ValueError: ONNX Runtime does not accept the graph.
+
+    Attributes:
+        session: of ONNX Runtime.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class Step:
         model = with_training_kernels(graph.model) if has_training_kernels() else graph.model
         serialized = ir.to_proto(model).SerializeToString()
         self._session = OrtSession(serialized, config, torch.device("cpu"), double=double, small=small)
+        self.session = self._session.inner
         self._infos = {i.name: i for i in graph.inputs}
         self._order = [str(v.name) for v in values.inputs]
         self._outputs = [(str(v.name), _info(v)) for v in values.outputs]

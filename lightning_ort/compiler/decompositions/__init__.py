@@ -12,7 +12,7 @@ from torch._decomp import core_aten_decompositions
 
 from lightning_ort.compiler.decompositions.registry import DECOMPOSITIONS, KEPT, decomposes, keeps
 
-__all__ = ["decomposes", "keeps", "table"]
+__all__ = ["decomposes", "draws", "keeps", "table"]
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -26,3 +26,9 @@ def table() -> dict[Any, Callable[..., Any]]:
         result.pop(overload, None)
     result.update(DECOMPOSITIONS)
     return result
+
+
+@functools.cache
+def draws() -> dict[Any, Callable[..., Any]]:
+    """Those of random operators alone, for graphs that otherwise keep torch's own operators."""
+    return {overload: f for overload, f in DECOMPOSITIONS.items() if f.__module__ == f"{__name__}.random"}

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends import cuda
 
-from lightning_ort.compiler.decompositions.composites import composes
+from lightning_ort.compiler.decompositions.registry import composes
 
 aten = torch.ops.aten
 
@@ -68,6 +68,7 @@ def _masked(scores: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     if mask.dtype == torch.bool:
         hidden = ~mask
         blank = hidden.all(-1, keepdim=True)
-        return scores.masked_fill(hidden & ~blank, -torch.inf), blank
+        # added, as torch's kernels do: a score that is NaN stays so
+        return scores + torch.zeros_like(hidden, dtype=scores.dtype).masked_fill(hidden & ~blank, -torch.inf), blank
     blank = (mask.detach() == -torch.inf).all(-1, keepdim=True)
     return scores + mask.masked_fill(blank, 0), blank

@@ -1,8 +1,4 @@
-"""Activations and their gradients, with as few passes over the tensor as there can be.
-
-ONNX Runtime computes one operator at a time. Its Where takes as long as five to fifty multiplications, its Elu,
-Softplus, Mish and Log as long as ten to a hundred; factors and bounds take their place.
-"""
+"""Operators that ONNX has, or whose lowering knows a better form than torch's rewriting."""
 
 from __future__ import annotations
 
@@ -11,16 +7,31 @@ import math
 import torch
 from torch import Tensor
 
-from lightning_ort.compiler.decompositions.registry import decomposes
+from lightning_ort.compiler.decompositions.registry import composes, decomposes, keeps
 
 aten = torch.ops.aten
 
+keeps(
+    aten.threshold_backward.default,
+    aten.clamp_min.default, aten.clamp_min.Tensor, aten.clamp_max.default, aten.clamp_max.Tensor,
+    aten.logsumexp.default, aten.slice_backward.default, aten.select_backward.default,
+    aten.tril.default, aten.triu.default, aten.roll.default,
+    aten._softmax_backward_data.default, aten._log_softmax_backward_data.default,
+    aten.masked_fill.Scalar, aten.masked_fill.Tensor,
+)  # fmt: skip
+
+
+@decomposes(aten.angle.default)
+def angle(x: Tensor) -> Tensor:
+    if x.is_complex():
+        return NotImplemented
+    x = x if x.is_floating_point() else x.to(torch.float32)
+    return torch.where(x < 0, math.pi, torch.where(x != x, x, 0.0))
+
 
 def _step(x: Tensor) -> Tensor:
-    """1 where x > 0, else 0: the largest number times any positive one is at least 1 (denormal numbers aside)."""
-    if x.dtype not in (torch.float32, torch.float64):
-        return (x > 0).to(x.dtype)
-    return (x * torch.finfo(x.dtype).max).clamp(0, 1)
+    """1 where x > 0, else 0."""
+    return (x > 0).to(x.dtype)
 
 
 @decomposes(aten.gelu.default)
@@ -60,26 +71,27 @@ def silu_backward(grad: Tensor, x: Tensor) -> Tensor:
 
 @decomposes(aten.leaky_relu.default)
 def leaky_relu(x: Tensor, negative_slope: float = 0.01) -> Tensor:
-    if not 0 <= negative_slope <= 1:
+    if not 0 < negative_slope <= 1:  # 0 times infinity is NaN
         return torch.where(x > 0, x, x * negative_slope)
     return torch.maximum(x, x * negative_slope)
 
 
 @decomposes(aten.leaky_relu_backward.default)
 def leaky_relu_backward(grad: Tensor, x: Tensor, negative_slope: float, self_is_result: bool) -> Tensor:
-    if not 0 < negative_slope <= 1 or x.dtype not in (torch.float32, torch.float64):
+    if not 0 < negative_slope <= 1:
         return torch.where(x > 0, grad, grad * negative_slope)
-    return grad * (x * torch.finfo(x.dtype).max).clamp(negative_slope, 1)
+    return grad * _step(x).clamp(min=negative_slope)
 
 
 @decomposes(aten._prelu_kernel.default)
 def prelu(x: Tensor, weight: Tensor) -> Tensor:
-    return x.clamp(min=0) + weight * x.clamp(max=0)
+    return torch.where(x > 0, x, weight * x)
 
 
 @decomposes(aten._prelu_kernel_backward.default)
 def prelu_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return grad * (weight + (1 - weight) * _step(x)), grad * x.clamp(max=0)
+    above = x > 0
+    return torch.where(above, grad, grad * weight), torch.where(above, 0, grad * x)
 
 
 @decomposes(aten.elu.default)
@@ -102,9 +114,28 @@ def elu_backward(grad: Tensor, alpha: float, scale: float, input_scale: float, i
 
 @decomposes(aten.hardswish_backward.default)
 def hardswish_backward(grad: Tensor, x: Tensor) -> Tensor:
-    inside = _step(3 - x.abs())
-    slope = (x.clamp(-3, 3) * (1 / 3) + 0.5) * inside + (x >= 3).to(x.dtype)
-    return torch.where(x > -3, grad * slope, 0)
+    slope = x.clamp(-3, 3) * (1 / 3) + 0.5 - (x >= 3).to(x.dtype) * 0.5
+    return torch.where(x <= -3, 0, grad * slope)
+
+
+# Kernels of torch give a number that is none no gradient here; the rewritings of torch would hand it on.
+
+
+@decomposes(aten.hardtanh_backward.default)
+def hardtanh_backward(grad: Tensor, x: Tensor, min_val: float, max_val: float) -> Tensor:
+    return torch.where((x > min_val) & (x < max_val), grad, 0)
+
+
+@composes(aten.softshrink.default)
+def softshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
+    shrunk = torch.where(x > lambd, x - lambd, x + lambd)
+    return torch.where((x < -lambd) | (x > lambd), shrunk, x.detach() * 0)
+
+
+@composes(aten.hardshrink.default)
+def hardshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
+    is_outside = (x < -lambd) | (x > lambd)
+    return torch.where(is_outside, x, x.detach().masked_fill((x >= -lambd) & (x <= lambd), 0))
 
 
 def _log1p_exp_minus_abs(x: Tensor) -> Tensor:

@@ -7,8 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from lightning_ort.compiler.decompositions.composites import composes
-from lightning_ort.compiler.decompositions.registry import decomposes
+from lightning_ort.compiler.decompositions.registry import composes, decomposes
 
 aten = torch.ops.aten
 
@@ -44,9 +43,9 @@ def _distance(difference: Tensor, p: float) -> Tensor:
     if p == 1:
         return size.sum(-1)
     if p == 0:
-        return (difference != 0).to(difference.dtype).sum(-1)
+        return torch.where(size > 0, 1, size).sum(-1)
     if math.isinf(p):
-        return size.amax(-1)
+        return size.nan_to_num(0, math.inf).amax(-1)  # torch's maximum passes over NaN
     return size.pow(p).sum(-1).pow(1 / p)
 
 
@@ -55,18 +54,20 @@ def _distance_backward(grad: Tensor, difference: Tensor, p: float, distance: Ten
     if p == 0:
         return torch.zeros_like(difference)
     grad, distance = grad.unsqueeze(-1), distance.unsqueeze(-1)
+    sign = torch.where(difference != difference, difference, difference.sign())
     if p == 1:
-        return grad * difference.sign()
+        return grad * sign
     if math.isinf(p):
-        return grad * difference.sign() * (difference.abs() == distance).to(grad.dtype)
-    apart = distance > 0
+        # NaN, as in torch, where an infinity is the greatest distance
+        return grad * sign * (1 - (difference.abs() - distance).abs().ceil().clamp(max=1))
+    apart = distance != 0
     safe = torch.where(apart, distance, 1)
     scale = torch.where(apart, grad, 0) / safe.pow(p - 1)
     if p == 2:
         return scale * difference
     size = difference.abs()
     # 0 to a negative power is infinite
-    return scale * difference.sign() * (size.pow(p - 1) if p > 1 else torch.where(size > 0, size, 1).pow(p - 1))
+    return scale * difference.sign() * (size.pow(p - 1) if p > 1 else torch.where(size == 0, 1, size).pow(p - 1))
 
 
 @decomposes(aten._cdist_forward.default)

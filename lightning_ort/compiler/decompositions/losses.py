@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ort.compiler.decompositions.checks import refuse_unless
-from lightning_ort.compiler.decompositions.composites import composes
-from lightning_ort.compiler.decompositions.registry import decomposes, keeps
+from lightning_ort.compiler.decompositions.registry import composes, decomposes, keeps, refuse_unless
 
 aten = torch.ops.aten
 
@@ -17,6 +15,40 @@ keeps(
     aten.nll_loss_forward.default, aten.nll_loss_backward.default,
     aten.nll_loss2d_forward.default, aten.nll_loss2d_backward.default,
 )  # fmt: skip
+
+
+class _Sloped(torch.autograd.Function):
+    """Numbers for the rows of x and what multiplies the gradients that arrive at them, as kernels of torch do it."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, values: Tensor, slopes: Tensor) -> Tensor:
+        context.save_for_backward(slopes)
+        return values.clone()
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> Any:
+        return grad.unsqueeze(-1) * context.saved_tensors[0], None, None
+
+
+@composes(aten.multi_margin_loss.default)
+def multi_margin_loss(
+    x: Tensor, target: Tensor, p: float = 1, margin: float = 1, weight: Tensor | None = None, reduction: int = 1
+) -> Any:
+    """Torch's own rewriting makes NaN of a margin that is NaN; the kernel adds up those that are above 0."""
+    rows, labels = torch.atleast_2d(x), torch.atleast_1d(target)
+    if p not in (1, 2) or rows.dim() != 2 or not rows.shape[1] or labels.shape != rows.shape[:1]:
+        return NotImplemented  # torch's error
+    labels = labels.unsqueeze(1)
+    is_target = torch.arange(rows.shape[1]) == labels
+    margins = margin - rows.gather(1, labels) + rows
+    positive, factor = ~is_target & (margins > 0), 1 / rows.shape[1]
+    if weight is not None:
+        factor = factor * weight[labels]
+    losses = torch.where(positive, margins if p == 1 else margins * margins, 0) * factor
+    slopes = torch.where(positive, torch.ones_like(margins) if p == 1 else 2 * margins, 0) * factor
+    slopes = torch.where(is_target, -slopes.sum(1, keepdim=True), slopes)
+    loss = _Sloped.apply(rows, losses.sum(1), slopes)
+    return _reduced(loss, reduction) if reduction or x.dim() > 1 else loss.squeeze(0)
 
 
 @composes(aten.multilabel_margin_loss_forward.default)
@@ -31,9 +63,11 @@ def multilabel_margin_loss_forward(x: Tensor, target: Tensor, reduction: int) ->
     at_target = x.gather(1, torch.where(valid, target, 0))
     is_target = (index == torch.where(valid, target, -1).unsqueeze(-1)).any(1)
     # one margin for each pair of a label and a class that is none
-    margins = (1 - at_target.unsqueeze(-1) + x.unsqueeze(1)).clamp_min(0)
-    counted = valid.unsqueeze(-1) & ~is_target.unsqueeze(1)
-    loss = torch.where(counted, margins, 0).sum((1, 2)) / classes
+    margins = 1 - at_target.unsqueeze(-1) + x.unsqueeze(1)
+    positive = (valid.unsqueeze(-1) & ~is_target.unsqueeze(1) & (margins > 0)).to(x.dtype)
+    slopes = positive.sum(1).scatter_add(1, torch.where(valid, target, 0), -positive.sum(2))
+    losses = torch.where(positive > 0, margins, 0).sum((1, 2))
+    loss = _Sloped.apply(x, losses / classes, slopes / classes)
     loss = loss.mean() if reduction == 1 else loss.sum() if reduction == 2 else loss
     return (loss if len(shape) > 1 or reduction else loss.squeeze(0)), is_target.to(x.dtype).reshape(shape)
 

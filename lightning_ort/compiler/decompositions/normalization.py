@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ort.compiler.decompositions.composites import composes
-from lightning_ort.compiler.decompositions.registry import decomposes, keeps
+from lightning_ort.compiler.decompositions.registry import composes, decomposes, keeps
 
 aten = torch.ops.aten
 

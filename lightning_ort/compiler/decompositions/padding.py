@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_ort.compiler.decompositions.composites import composes
-from lightning_ort.compiler.decompositions.registry import decomposes, keeps
+from lightning_ort.compiler.decompositions.registry import composes, decomposes, keeps
 
 aten = torch.ops.aten
 
@@ -114,7 +113,7 @@ def col2im(
     padding: Sequence[int],
     stride: Sequence[int],
 ) -> Tensor:
-    """A transposed convolution in which each window element has a channel of its own."""
+    """Windows side by side are moved; others are added by a transposed convolution, a channel per window element."""
     if not all(isinstance(s, int) for s in output_size):
         return NotImplemented
     batched = columns if columns.dim() == 3 else columns.unsqueeze(0)
@@ -124,12 +123,17 @@ def col2im(
         (size + 2 * p - d * (k - 1) - 1) // s + 1
         for size, k, d, p, s in zip(output_size, kernel_size, dilation, padding, stride, strict=True)
     ]
-    eye = torch.eye(area, dtype=columns.dtype, device=columns.device).reshape(area, 1, *kernel_size)
-    kernel = eye.repeat(channels, 1, 1, 1)
     extra = [
         size - ((o - 1) * s - 2 * p + d * (k - 1) + 1)
         for size, o, k, d, p, s in zip(output_size, places, kernel_size, dilation, padding, stride, strict=True)
     ]
+    if list(stride) == list(kernel_size) and list(dilation) == [1, 1] and not any(padding):
+        grid = batched.reshape(-1, channels, *kernel_size, *places).permute(0, 1, 4, 2, 5, 3)
+        image = grid.reshape(-1, channels, *(k * n for k, n in zip(kernel_size, places, strict=True)))
+        image = aten.constant_pad_nd(image, [0, extra[1], 0, extra[0]]) if any(extra) else image
+        return image if columns.dim() == 3 else image.squeeze(0)
+    eye = torch.eye(area, dtype=columns.dtype, device=columns.device).reshape(area, 1, *kernel_size)
+    kernel = eye.repeat(channels, 1, 1, 1)
     grid = batched.reshape(-1, channels * area, *places)
     image = aten.convolution(grid, kernel, None, stride, padding, dilation, True, extra, channels)
     return image if columns.dim() == 3 else image.squeeze(0)

@@ -1,4 +1,4 @@
-"""Average pooling as products with constant matrices; adaptive maxima as maxima over equal windows."""
+"""Gradients of average pooling as products with constant matrices; adaptive maxima as maxima over equal windows."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_ort.compiler import max_pool
-from lightning_ort.compiler.decompositions.composites import composes
-from lightning_ort.compiler.decompositions.registry import decomposes, keeps
+from lightning_ort.compiler import custom_ops
+from lightning_ort.compiler.decompositions.registry import composes, decomposes, keeps
 from lightning_ort.compiler.decompositions.resize import along_each
 
 aten = torch.ops.aten
@@ -42,7 +41,7 @@ def _max_pool_backward(spatial: int) -> Any:
         disjoint = (not stride or _spread(stride, spatial) == kernel) and not any(padding) and not ceil_mode
         if not disjoint or any(d != 1 for d in dilation) or x.dim() != spatial + 2 or math.prod(kernel) > 64:
             return NotImplemented
-        return max_pool.max_pool_backward(grad, x, kernel)
+        return custom_ops.max_pool_backward(grad, x, kernel)
 
     return backward
 
@@ -69,55 +68,51 @@ def _windows(size: int, kernel: int, stride: int, padding: int, ceil_mode: bool,
     return matrix
 
 
-def _averages(
-    x: Tensor,
-    kernel_size: Sequence[int],
-    stride: Sequence[int] | None,
-    padding: Sequence[int],
-    ceil_mode: bool,
-    count_include_pad: bool,
-    divisor_override: int | None,
-    spatial: int,
-) -> Any:
-    sizes = x.shape[-spatial:]
-    if not all(isinstance(s, int) for s in sizes) or not x.is_floating_point():
-        return NotImplemented
-    kernel = _spread(kernel_size, spatial)
-    strides = _spread(stride, spatial) if stride else kernel
-    pads = _spread(padding, spatial)
-    matrices = [
-        _windows(int(n), k, s, p, ceil_mode, count_include_pad, divisor_override is not None)
-        for n, k, s, p in zip(sizes, kernel, strides, pads, strict=True)
-    ]
-    if divisor_override is not None:
-        matrices[0] = matrices[0] / divisor_override
-    return along_each(x, matrices)
+def _average_backward(spatial: int) -> Any:
+    def backward(
+        grad: Tensor,
+        x: Tensor,
+        kernel_size: Sequence[int],
+        stride: Sequence[int],
+        padding: Sequence[int],
+        ceil_mode: bool,
+        count_include_pad: bool,
+        divisor_override: int | None,
+    ) -> Any:
+        sizes = x.shape[-spatial:]
+        if not all(isinstance(s, int) for s in sizes) or not x.is_floating_point():
+            return NotImplemented
+        kernel = _spread(kernel_size, spatial)
+        strides = _spread(stride, spatial) if stride else kernel
+        pads = _spread(padding, spatial)
+        if (
+            kernel == strides
+            and not any(pads)
+            and grad.shape[-spatial:] == tuple(int(n) // k for n, k in zip(sizes, kernel, strict=True))
+        ):
+            return _handed_back(grad / (divisor_override or math.prod(kernel)), sizes, kernel)
+        matrices = [
+            _windows(int(n), k, s, p, ceil_mode, count_include_pad, divisor_override is not None).T
+            for n, k, s, p in zip(sizes, kernel, strides, pads, strict=True)
+        ]
+        if divisor_override is not None:
+            matrices[0] = matrices[0] / divisor_override
+        return along_each(grad, matrices)
+
+    return backward
 
 
-@composes(aten.avg_pool2d.default)
-def avg_pool2d(
-    x: Tensor,
-    kernel_size: Sequence[int],
-    stride: Sequence[int] | None = None,
-    padding: Sequence[int] = (0,),
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    divisor_override: int | None = None,
-) -> Any:
-    return _averages(x, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override, 2)
+def _handed_back(share: Tensor, sizes: Sequence[Any], kernel: Sequence[int]) -> Tensor:
+    """``share`` for each pixel of windows that lie side by side, 0 for those behind the last one."""
+    spatial = len(kernel)
+    for d, k in enumerate(kernel, share.dim() - spatial):
+        share = share.unsqueeze(d + 1).expand(*share.shape[: d + 1], k, *share.shape[d + 1 :]).flatten(d, d + 1)
+    rest = [int(n) - int(m) for n, m in zip(sizes, share.shape[-spatial:], strict=True)]
+    return aten.constant_pad_nd(share, [p for r in reversed(rest) for p in (0, r)], 0.0) if any(rest) else share
 
 
-@composes(aten.avg_pool3d.default)
-def avg_pool3d(
-    x: Tensor,
-    kernel_size: Sequence[int],
-    stride: Sequence[int] | None = None,
-    padding: Sequence[int] = (0,),
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    divisor_override: int | None = None,
-) -> Any:
-    return _averages(x, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override, 3)
+decomposes(aten.avg_pool2d_backward.default)(_average_backward(2))
+decomposes(aten.avg_pool3d_backward.default)(_average_backward(3))
 
 
 def _cells(size: int, out: int) -> list[tuple[int, int]]:
@@ -131,6 +126,9 @@ def _adaptive_averages(x: Tensor, output_size: Sequence[Any], spatial: int) -> A
         return x.mean(list(range(-spatial, 0)), keepdim=True)
     if not all(isinstance(s, int) for s in (*sizes, *output_size)):
         return NotImplemented
+    if all(int(n) % int(o) == 0 for n, o in zip(sizes, output_size, strict=True)):
+        pool = aten.avg_pool2d if spatial == 2 else aten.avg_pool3d
+        return pool(x, [int(n) // int(o) for n, o in zip(sizes, output_size, strict=True)])
     matrices = []
     for n, o in zip(sizes, output_size, strict=True):
         matrix = np.zeros((int(o), int(n)))
@@ -187,3 +185,50 @@ def adaptive_max_pool2d(x: Tensor, output_size: Sequence[Any]) -> Any:
 @composes(aten.adaptive_max_pool3d.default)
 def adaptive_max_pool3d(x: Tensor, output_size: Sequence[Any]) -> Any:
     return _adaptive_maxima(x, output_size, 3)
+
+
+def _window_starts(samples: Tensor, size: Any, window: int, outputs: int) -> Tensor:
+    """Where the windows of a fractional pooling begin in one dimension: (batch, channels, outputs).
+
+    They are ``(size - window) / (outputs - 1)`` apart, rounded down after a shift by the random ``samples`` (batch,
+    channels); the last one ends where the input does.
+    """
+    number = torch.arange(outputs, device=samples.device)
+    last = torch.full_like(number, 1) * (size - window)
+    if outputs == 1:
+        return last.expand(*samples.shape, 1)
+    apart = (size - window) / (outputs - 1)
+    samples = samples.unsqueeze(-1)
+    starts = ((number.to(samples.dtype) + samples) * apart).to(torch.int64) - (samples * apart).to(torch.int64)
+    return torch.where(number == outputs - 1, last, starts)
+
+
+def _fractional_max_pool(dims: Sequence[int]) -> Any:
+    """``dims``: which of the samples of a channel belongs to each spatial dimension."""
+
+    def pool(x: Tensor, kernel_size: Sequence[int], output_size: Sequence[int], samples: Tensor) -> Any:
+        n = len(dims)
+        kernel, outputs = _spread(kernel_size, n), _spread(output_size, n)
+        if any(isinstance(size, int) and size == 0 for size in x.shape):
+            return NotImplemented
+        batched = x if x.dim() == n + 2 else x.unsqueeze(0)
+        lead, sizes = batched.shape[:2], batched.shape[2:]
+        index: Any = 0
+        for d, size in enumerate(sizes):
+            starts = _window_starts(samples[..., dims[d]], size, kernel[d], outputs[d])
+            places = starts.unsqueeze(-1) + torch.arange(kernel[d], device=x.device)
+            # the dimensions of all outputs, and then those of a window
+            form = [outputs[d] if e == d else 1 for e in range(n)] + [kernel[d] if e == d else 1 for e in range(n)]
+            index = index * size + places.reshape(*samples.shape[:2], *form)
+        index = index.expand(*lead, *outputs, *kernel).reshape(*lead, -1)
+        entries = batched.reshape(*lead, -1).gather(2, index).reshape(*lead, *outputs, -1)
+        largest, which = entries.max(-1)
+        position = index.reshape(entries.shape).gather(-1, which.unsqueeze(-1)).squeeze(-1)
+        shape = [*x.shape[: x.dim() - n], *outputs]
+        return largest.reshape(shape), position.reshape(shape)
+
+    return pool
+
+
+composes(aten.fractional_max_pool2d.default)(_fractional_max_pool([1, 0]))
+composes(aten.fractional_max_pool3d.default)(_fractional_max_pool([0, 1, 2]))

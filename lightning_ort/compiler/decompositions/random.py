@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_ort.compiler.decompositions.registry import decomposes, keeps
-from lightning_ort.compiler.draws import dropout_factor
+from lightning_ort.compiler.random import dropout_factor
 
 aten = torch.ops.aten
 

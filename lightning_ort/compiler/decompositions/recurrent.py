@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_ort.compiler import recurrent
-from lightning_ort.compiler.decompositions.composites import composes
+from lightning_ort.compiler import custom_ops
+from lightning_ort.compiler.decompositions.registry import composes
+
+__all__: list[str] = []
 
 aten = torch.ops.aten
 
@@ -33,7 +35,7 @@ def _weight_gradient(grad: Tensor, states: Tensor) -> Tensor:
 class _LSTM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, projected: Tensor, hidden: Tensor, cell: Tensor, weight: Tensor, reverse: bool) -> Any:
-        outputs, cells, gates = recurrent.lstm_steps(projected, hidden, cell, weight, reverse)
+        outputs, cells, gates = custom_ops.lstm_steps(projected, hidden, cell, weight, reverse)
         ctx.save_for_backward(outputs, cells, gates, hidden, cell, weight)
         ctx.reverse = reverse
         ctx.set_materialize_grads(False)
@@ -43,7 +45,7 @@ class _LSTM(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, grad_cells: Tensor | None) -> Any:
         outputs, cells, gates, hidden, cell, weight = ctx.saved_tensors
         grad = torch.zeros_like(outputs) if grad is None else grad
-        result, dh, dc = recurrent.lstm_steps_backward(grad, grad_cells, cells, gates, cell, weight, ctx.reverse)
+        result, dh, dc = custom_ops.lstm_steps_backward(grad, grad_cells, cells, gates, cell, weight, ctx.reverse)
         return result, dh, dc, _weight_gradient(result, _previous(outputs, hidden, ctx.reverse)), None
 
 
@@ -52,7 +54,7 @@ class _GRU(torch.autograd.Function):
     def forward(
         ctx: Any, projected: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, reverse: bool
     ) -> Tensor:
-        outputs, gates = recurrent.gru_steps(projected, hidden, weight, bias, reverse)
+        outputs, gates = custom_ops.gru_steps(projected, hidden, weight, bias, reverse)
         ctx.save_for_backward(outputs, gates, hidden, weight)
         ctx.reverse, ctx.biased = reverse, bias is not None
         return outputs
@@ -60,7 +62,7 @@ class _GRU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         outputs, gates, hidden, weight = ctx.saved_tensors
-        result, inner, dh = recurrent.gru_steps_backward(grad, outputs, gates, hidden, weight, ctx.reverse)
+        result, inner, dh = custom_ops.gru_steps_backward(grad, outputs, gates, hidden, weight, ctx.reverse)
         dw = _weight_gradient(inner, _previous(outputs, hidden, ctx.reverse))
         return result, dh, dw, inner.sum((0, 1)) if ctx.biased else None, None
 
@@ -68,7 +70,7 @@ class _GRU(torch.autograd.Function):
 class _RNN(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, projected: Tensor, hidden: Tensor, weight: Tensor, relu: bool, reverse: bool) -> Tensor:
-        outputs = recurrent.rnn_steps(projected, hidden, weight, relu, reverse)
+        outputs = custom_ops.rnn_steps(projected, hidden, weight, relu, reverse)
         ctx.save_for_backward(outputs, hidden, weight)
         ctx.relu, ctx.reverse = relu, reverse
         return outputs
@@ -76,7 +78,7 @@ class _RNN(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         outputs, hidden, weight = ctx.saved_tensors
-        result, dh = recurrent.rnn_steps_backward(grad, outputs, weight, ctx.relu, ctx.reverse)
+        result, dh = custom_ops.rnn_steps_backward(grad, outputs, weight, ctx.relu, ctx.reverse)
         return result, dh, _weight_gradient(result, _previous(outputs, hidden, ctx.reverse)), None, None
 
 
@@ -160,7 +162,8 @@ def _network(
     return (x.transpose(0, 1) if batch_first else x, *(torch.stack(s) for s in zip(*finals, strict=True)))
 
 
-@composes(aten.lstm.input)
+# torch's own trace of recurrent layers leaves out the dropout between them
+@composes(aten.lstm.input, native=True)
 def lstm(
     x: Tensor,
     states: Sequence[Tensor],
@@ -181,7 +184,7 @@ def lstm(
 
 
 def _register_single_state(overload: Any, layer: Layer) -> None:
-    @composes(overload)
+    @composes(overload, native=True)
     def network(x: Tensor, hidden: Tensor, parameters: Sequence[Tensor], biased: bool, *options: Any) -> Any:
         return _network(layer, x, [hidden], parameters, 2 + 2 * biased, biased, *options)
 
@@ -189,3 +192,36 @@ def _register_single_state(overload: Any, layer: Layer) -> None:
 _register_single_state(aten.gru.input, _gru_layer)
 _register_single_state(aten.rnn_tanh.input, _rnn_layer(relu=False))
 _register_single_state(aten.rnn_relu.input, _rnn_layer(relu=True))
+
+
+@composes(aten.lstm_cell.default)
+def lstm_cell(
+    x: Tensor,
+    states: Sequence[Tensor],
+    weight: Tensor,
+    hidden_weight: Tensor,
+    bias: Tensor | None = None,
+    hidden_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """New hidden state and cell, as ``torch.nn.LSTMCell``; the gates are i, f, g, o."""
+    hidden, cell = states
+    gates = F.linear(x, weight, bias) + F.linear(hidden, hidden_weight, hidden_bias)
+    i, f, g, o = gates.chunk(4, -1)
+    cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
+    return o.sigmoid() * cell.tanh(), cell
+
+
+@composes(aten.gru_cell.default)
+def gru_cell(
+    x: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    hidden_weight: Tensor,
+    bias: Tensor | None = None,
+    hidden_bias: Tensor | None = None,
+) -> Tensor:
+    """New hidden state, as ``torch.nn.GRUCell``; the gates are r, z, n."""
+    xr, xz, xn = F.linear(x, weight, bias).chunk(3, -1)
+    hr, hz, hn = F.linear(hidden, hidden_weight, hidden_bias).chunk(3, -1)
+    n = (xn + (xr + hr).sigmoid() * hn).tanh()
+    return n + (xz + hz).sigmoid() * (hidden - n)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["DECOMPOSITIONS", "KEPT", "decomposes", "keeps"]
+import torch
+from torch import Tensor
+from torch._C import DispatchKey
+
+__all__ = ["DECOMPOSITIONS", "KEPT", "composes", "composites", "decomposes", "keeps", "refuse_unless"]
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
 KEPT: set[Any] = set()
@@ -30,3 +35,81 @@ def decomposes(*overloads: Any) -> Callable[[Callable[..., Any]], Callable[..., 
 def keeps(*overloads: Any) -> None:
     """Leave these overloads whole although torch would decompose them: ONNX has an operator for them."""
     KEPT.update(overloads)
+
+
+_COMPOSITES: dict[Any, Callable[..., Any]] = {}
+_NATIVE: set[Any] = set()
+
+
+def composes(*overloads: Any, native: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function with the signature of the ATen overloads, written in differentiable torch calls.
+
+    It may return ``NotImplemented`` to leave a call to torch.
+
+    Args:
+        overloads: what is rewritten.
+        native: also in graphs that keep torch's own operators, because torch's way of tracing this one is not eager's.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        for overload in overloads:
+            if overload in _COMPOSITES:
+                raise ValueError(f"{overload} is already rewritten by {_COMPOSITES[overload].__qualname__}")
+            _COMPOSITES[overload] = function
+            if native:
+                _NATIVE.add(overload)
+        return function
+
+    return register
+
+
+@contextlib.contextmanager
+def composites(*, native: bool = False) -> Iterator[None]:
+    """Have the Python dispatcher call the registered functions; ``native``: those registered as such."""
+    chosen = {o: f for o, f in _COMPOSITES.items() if not native or o in _NATIVE}
+    before = {overload: dict(overload.py_kernels) for overload in chosen}
+    for overload, function in chosen.items():
+        for key in _keys(overload):
+            overload.py_kernels[key] = _or_torch(overload, function, before[overload].get(key))
+        overload._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for overload, kernels in before.items():
+            overload.py_kernels.clear()
+            overload.py_kernels.update(kernels)
+            overload._dispatch_cache.clear()
+
+
+def _keys(overload: Any) -> list[DispatchKey]:
+    """Where calls of ``overload`` are caught: above autograd, which operators that torch itself composes never meet."""
+    implicit = DispatchKey.CompositeImplicitAutograd
+    composed = implicit in overload.py_kernels or overload.has_kernel_for_dispatch_key(implicit)
+    return [DispatchKey.Autograd, implicit] if composed else [DispatchKey.Autograd]
+
+
+def _or_torch(overload: Any, function: Callable[..., Any], torch_kernel: Callable[..., Any] | None) -> Any:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        if torch_kernel is not None:
+            return torch_kernel(*args, **kwargs)
+        with torch._C._DisablePythonDispatcher():
+            return overload(*args, **kwargs)
+
+    return kernel
+
+
+aten = torch.ops.aten
+
+
+def refuse_unless(condition: Tensor, message: str) -> None:
+    """Make a run fail with ``message`` where an element of the bool tensor ``condition`` is false."""
+    torch._assert_async(condition.all(), message)
+
+
+@composes(aten._assert_async.default, native=True)
+def assert_async(condition: Tensor) -> Any:
+    """Without a message it would be taken for dead code."""
+    torch._assert_async(condition, "Expected Tensor with single nonzero value, but got zero")

@@ -1,4 +1,4 @@
-"""Interpolation as products with constant matrices, one per dimension."""
+"""Interpolation: the nearest pixel repeated, all else as products with constant matrices, one per dimension."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_ort.compiler.decompositions.composites import composes
+from lightning_ort.compiler.decompositions.registry import composes
 
 aten = torch.ops.aten
 
@@ -22,14 +22,27 @@ def _ratio(size: int, out: int, scale: float | None) -> float:
     return 1 / scale if scale is not None and scale > 0 else size / out
 
 
-def _nearest(offset: float) -> Weights:
-    def weights(size: int, out: int, scale: float | None) -> np.ndarray:
-        # torch computes these positions in single precision
-        ratio = np.float32(_ratio(size, out, scale))
-        source = np.floor((np.arange(out, dtype=np.float32) + np.float32(offset)) * ratio).astype(np.int64)
-        return np.eye(size)[np.minimum(source, size - 1)]
+def _nearest(size: int, out: int, scale: float | None, offset: float) -> list[int]:
+    """Which pixel each pixel of the result repeats."""
+    # torch computes these positions in single precision
+    ratio = np.float32(_ratio(size, out, scale))
+    source = np.floor((np.arange(out, dtype=np.float32) + np.float32(offset)) * ratio).astype(np.int64)
+    return [int(i) for i in np.minimum(source, size - 1)]
 
-    return weights
+
+def _repeated(x: Tensor, sizes: Sequence[Any], scales: Sequence[float | None], offset: float) -> Any:
+    spatial = len(sizes)
+    if not all(isinstance(s, int) for s in (*x.shape[-spatial:], *sizes)):
+        return NotImplemented
+    for d, out, scale in zip(range(x.dim() - spatial, x.dim()), sizes, scales, strict=True):
+        size = int(x.shape[d])
+        source, times = _nearest(size, int(out), scale, offset), int(out) // size
+        if source == [i for i in range(size) for _ in range(times)]:
+            if times > 1:
+                x = x.unsqueeze(d + 1).expand(*x.shape[: d + 1], times, *x.shape[d + 1 :]).flatten(d, d + 1)
+        else:
+            x = x.index_select(d, torch.tensor(source, device=x.device))
+    return x
 
 
 def _positions(size: int, out: int, scale: float | None, align_corners: bool) -> np.ndarray:
@@ -134,14 +147,14 @@ def _sizes(x: Tensor, output_size: Sequence[Any] | None, factors: Sequence[float
     return [math.floor(s * f) for s, f in zip(spatial, factors, strict=True)], factors
 
 
-def _register_plain(packet: Any, weights: Weights) -> None:
+def _register_nearest(packet: Any, offset: float) -> None:
     @composes(packet.vec)
     def vec(x: Tensor, output_size: Any, scale_factors: Any) -> Any:
-        return _resized(x, *_sizes(x, output_size, scale_factors), weights)
+        return _repeated(x, *_sizes(x, output_size, scale_factors), offset)
 
     @composes(packet.default)
     def plain(x: Tensor, output_size: Any, *scales: float | None) -> Any:
-        return _resized(x, output_size, [*scales, *([None] * (len(output_size) - len(scales)))], weights)
+        return _repeated(x, output_size, [*scales, *([None] * (len(output_size) - len(scales)))], offset)
 
 
 def _register_aligned(packet: Any, make: Callable[[bool], Weights]) -> None:
@@ -156,9 +169,9 @@ def _register_aligned(packet: Any, make: Callable[[bool], Weights]) -> None:
 
 
 for _packet in (aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d):
-    _register_plain(_packet, _nearest(0.0))
+    _register_nearest(_packet, 0.0)
 for _packet in (aten._upsample_nearest_exact1d, aten._upsample_nearest_exact2d, aten._upsample_nearest_exact3d):
-    _register_plain(_packet, _nearest(0.5))
+    _register_nearest(_packet, 0.5)
 for _packet in (aten.upsample_linear1d, aten.upsample_bilinear2d, aten.upsample_trilinear3d):
     _register_aligned(_packet, _linear)
 _register_aligned(aten.upsample_bicubic2d, _cubic)

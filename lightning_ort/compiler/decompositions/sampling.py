@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ort.compiler.decompositions.composites import composes
+from lightning_ort.compiler.decompositions.registry import composes
 
 aten = torch.ops.aten
 

@@ -8,10 +8,12 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of
+from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, rank_of
+from lightning_ort.compiler.lowering.elementwise import clamp, operands
 from lightning_ort.compiler.lowering.finite import is_finite
-from lightning_ort.compiler.lowering.pointwise import clamp, operands
 from lightning_ort.compiler.lowering.registry import lowers
+from lightning_ort.compiler.lowering.shapes import is_empty
+from lightning_ort.runtime.providers import has_vector_where
 
 aten = torch.ops.aten
 
@@ -25,34 +27,61 @@ def relu(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
 
 @lowers(aten.threshold_backward.default)
 def threshold_backward(g: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node, threshold: Any) -> ir.Value:
-    """The gradient where x is above the threshold, else 0.
+    """The gradient where x is above the threshold or NaN, else 0, also in the place of a gradient that is NaN.
 
-    By a factor, which takes half as long as a choice, unless the gradient may be infinite, as that of a square root
-    at 0 is, and must be dropped.
+    Where a choice is slow, by a factor, which leaves such a gradient: unless it may well be infinite, as that of a
+    square root at 0 is.
     """
     dtype = dtype_of(node)
     gradient, value = operands(g, node, dtype, grad, x)
-    if not is_finite(grad):
-        passes = g.op("Greater", value, g.constant(threshold, dtype))
-        return g.op("Where", passes, gradient, g.constant(0, dtype))
-    if dtype not in (torch.float32, torch.float64):
-        passes = g.op("Greater", value, g.constant(threshold, dtype))
-        return g.op("Mul", gradient, g.cast(passes, torch.bool, dtype))
-    if threshold != 0:
-        value = g.op("Sub", value, g.constant(threshold, dtype))
-    return g.op("Mul", gradient, _is_positive(g, value, dtype, node.meta["val"].device))
-
-
-def _is_positive(g: GraphBuilder, value: ir.Value, dtype: torch.dtype, device: torch.device) -> ir.Value:
-    """1 where ``value`` is above 0, else 0."""
-    steepest = torch.finfo(dtype).max
-    if dtype == torch.float32 and device.type == "cpu":
-        # a line of that slope between 0 and 1, in one pass
-        return g.op("HardSigmoid", value, alpha=steepest, beta=0.0)
-    steep = g.op("Mul", value, g.constant(steepest, dtype))
-    return g.op("Clip", steep, g.constant(0, dtype), g.constant(1, dtype))
+    stopped = g.op("LessOrEqual", value, g.constant(threshold, dtype))
+    if has_vector_where() or not is_finite(grad, products=True):
+        return g.op("Where", stopped, g.constant(0, dtype), gradient)
+    passes = g.op("Sub", g.constant(1, dtype), g.cast(stopped, torch.bool, dtype))
+    return g.op("Mul", gradient, passes)
 
 
 @lowers(aten.hardtanh.default)
 def hardtanh(g: GraphBuilder, node: fx.Node, x: fx.Node, min_val: Any = -1, max_val: Any = 1) -> ir.Value:
     return clamp(g, node, x, min_val, max_val)
+
+
+def _normalized(op_type: str) -> Any:
+    def lower(g: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, half_to_float: bool) -> ir.Value:
+        value, rank = g.operand(x, dtype_of(node)), rank_of(x)
+        if rank == 0:
+            row = g.op(op_type, g.op("Reshape", value, g.ints([1])), axis=0)
+            return g.op("Reshape", row, g.ints([]))
+        axis = dim % rank
+        hides_nan = op_type == "LogSoftmax" and dtype_of(node) == torch.float64  # that kernel, at the end of a row
+        if is_empty(x) or (axis == rank - 1 and not hides_nan):
+            return g.op(op_type, value, axis=axis)
+        return _inner(g, op_type, value, axis)
+
+    return lower
+
+
+def _inner(g: GraphBuilder, op_type: str, value: ir.Value, axis: int) -> ir.Value:
+    """Written out, as along a dimension that is not the last one, which ONNX Runtime would move there and back."""
+    axes = g.ints([axis])
+    shifted = g.op("Sub", value, g.op("ReduceMax", value, axes, keepdims=1))
+    exponential = g.op("Exp", shifted)
+    total = g.op("ReduceSum", exponential, axes, keepdims=1)
+    if op_type == "Softmax":
+        return g.op("Div", exponential, total)
+    return g.op("Sub", shifted, g.op("Log", total))
+
+
+lowers(aten._softmax.default)(_normalized("Softmax"))
+lowers(aten._log_softmax.default)(_normalized("LogSoftmax"))
+
+
+@lowers(aten._softmax_backward_data.default)
+def softmax_backward(g: GraphBuilder, node: fx.Node, grad: fx.Node, out: fx.Node, dim: int, dtype: Any) -> ir.Value:
+    """out * (grad - sum(grad * out))"""
+    kind, rank = dtype_of(out), rank_of(out)
+    gradient, y = g.operand(grad, kind), g.value(out)
+    total = g.op("Mul", gradient, y)
+    if rank:
+        total = g.op("ReduceSum", total, g.ints([dim % rank]), keepdims=1)
+    return g.cast(g.op("Mul", g.op("Sub", gradient, total), y), kind, dtype_of(node))

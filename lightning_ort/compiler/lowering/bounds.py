@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.lowering.builder import GraphBuilder
-from lightning_ort.runtime.refusals import CIRCLE
+from lightning_ort.runtime.value_errors import CIRCLE
 
 aten = torch.ops.aten
 

@@ -11,7 +11,8 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.lowering.registry import LOWERINGS, NotLowered
-from lightning_ort.runtime.dtypes import NUMPY, ONNX
+from lightning_ort.compiler.passes.recompute import SIZES
+from lightning_ort.runtime.tensors import NUMPY, ONNX
 
 __all__ = ["IR_VERSION", "OPSET", "Dim", "GraphBuilder", "dtype_of", "rank_of", "shape_of"]
 
@@ -110,6 +111,7 @@ class GraphBuilder:
         except NotLowered:
             del self.nodes[written:], self._checks[checks:]
             raise
+        _note_sizes(self._values[node], node.meta.get("val"))  # an assertion has none
 
     def model(self, outputs: Sequence[fx.Node]) -> ir.Model:
         """The finished model; ``outputs`` become graph outputs under the names of their fx nodes."""
@@ -285,3 +287,12 @@ class GraphBuilder:
         )
         self.initializers.append(value)
         return value
+
+
+def _note_sizes(value: Any, val: Any) -> None:
+    """Note the sizes of the fake tensors ``val`` at their ONNX values."""
+    if isinstance(value, (tuple, list)) and isinstance(val, (tuple, list)):
+        for v, x in zip(value, val, strict=False):
+            _note_sizes(v, x)
+    elif isinstance(value, ir.Value) and isinstance(val, torch.Tensor):
+        value.meta[SIZES] = tuple(d if isinstance(d, int) else None for d in val.shape)

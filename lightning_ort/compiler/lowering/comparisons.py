@@ -9,9 +9,17 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of
-from lightning_ort.compiler.lowering.pointwise import common_dtype, computing_dtype, operands, ordered_dtype
+from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, rank_of, shape_of
+from lightning_ort.compiler.lowering.elementwise import (
+    common_dtype,
+    computing_dtype,
+    is_tensor,
+    operands,
+    ordered_dtype,
+)
+from lightning_ort.compiler.lowering.finite import is_finite
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
+from lightning_ort.compiler.lowering.shapes import same_shape
 
 aten = torch.ops.aten
 
@@ -152,3 +160,67 @@ def assert_async(
 @lowers(aten._assert_tensor_metadata.default)
 def assert_metadata(g: GraphBuilder, node: fx.Node, *args: Any, **kwargs: Any) -> None:
     """Settled when the step was traced."""
+
+
+@lowers(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
+def where(g: GraphBuilder, node: fx.Node, condition: fx.Node, a: Any, b: Any) -> ir.Value:
+    """Where, or cheaper arithmetic for a mask that is repeated, as an attention mask is for each head."""
+    out = dtype_of(node)
+    is_whole = condition not in g.compact and same_shape(shape_of(condition), shape_of(node))
+    if out in (torch.float32, torch.float64) and not is_whole and rank_of(node):
+        for number, kept, chooses_number in ((_number(a), b, True), (_number(b), a, False)):
+            if number is not None and _brings_shape(node, kept) and is_finite(kept) and not _is_softmax(kept):
+                return _with_number(g, node, condition, kept, number, chooses_number)
+    dtype = torch.int32 if out in (torch.int8, torch.int16, torch.bool) else out
+    _, *chosen = operands(g, node, dtype, condition, a, b)
+    return g.cast(g.op("Where", _condition(g, node, condition), *chosen), dtype, out)
+
+
+@lowers(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+def masked_fill(g: GraphBuilder, node: fx.Node, x: fx.Node, mask: fx.Node, value: Any) -> ir.Value:
+    return where(g, node, mask, value, x)
+
+
+def _condition(g: GraphBuilder, node: fx.Node, condition: fx.Node) -> ir.Value:
+    return g.cast(g.compact.get(condition, g.value(condition)), dtype_of(condition), torch.bool)
+
+
+def _number(arg: Any) -> float | None:
+    """The number that ``arg`` is or holds everywhere."""
+    if isinstance(arg, fx.Node):
+        position = {aten.scalar_tensor.default: 0, aten.full.default: 1, aten.full_like.default: 1}.get(arg.target)
+        if position is None:
+            return 0 if arg.target is aten.zeros_like.default else None
+        arg = arg.args[position]
+    return None if not isinstance(arg, (int, float)) or math.isnan(arg) else arg
+
+
+def _brings_shape(node: fx.Node, arg: Any) -> bool:
+    return is_tensor(arg) and dtype_of(arg) == dtype_of(node) and same_shape(shape_of(arg), shape_of(node))
+
+
+def _is_softmax(node: fx.Node) -> bool:
+    """Whether rows of ``node`` may be NaN for having been masked altogether, and be masked again for that."""
+    while node.target in (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default):
+        node = node.args[0]
+    return node.target is aten._softmax.default
+
+
+def _with_number(
+    g: GraphBuilder, node: fx.Node, condition: fx.Node, kept: fx.Node, number: float, chooses_number: bool
+) -> ir.Value:
+    """``kept``, which is finite, with ``number`` where the condition says so, which is smaller than the result.
+
+    The condition becomes factors or bounds of its own size; half a choice's time for 8 x 12 x 128 x 128 scores.
+    """
+    dtype, value, mask = dtype_of(node), g.value(kept), _condition(g, node, condition)
+    if number == 0:
+        keeps = g.op("Not", mask) if chooses_number else mask
+        return g.op("Mul", value, g.cast(keeps, torch.bool, dtype))
+    result = value
+    for op_type, free in (("Max", -math.inf), ("Min", math.inf)):
+        if number != free:
+            bound, open_end = g.constant(number, dtype), g.constant(free, dtype)
+            bounds = g.op("Where", mask, *((bound, open_end) if chooses_number else (open_end, bound)))
+            result = g.op(op_type, result, bounds)
+    return result

@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, shape_of
+from lightning_ort.compiler.lowering.convolution_gradient import weight_gradient
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
-from lightning_ort.compiler.lowering.weight_gradient import weight_gradient
 from lightning_ort.compiler.lowering.windows import (
     Sizes,
     Window,
@@ -43,6 +43,12 @@ def _computing_dtype(x: fx.Node) -> torch.dtype:
     raise NotLowered(f"convolution of {dtype}")
 
 
+def _fixed(groups: Any) -> int:
+    if not isinstance(groups, int):
+        raise NotLowered("convolution with a dynamic number of groups")
+    return groups
+
+
 @lowers(aten.convolution.default)
 def convolution(
     g: GraphBuilder,
@@ -57,7 +63,7 @@ def convolution(
     output_padding: Sequence[Any],
     groups: int,
 ) -> ir.Value:
-    window, dtype = window_of(weight, stride, padding, dilation), _computing_dtype(x)
+    window, dtype, groups = window_of(weight, stride, padding, dilation), _computing_dtype(x), _fixed(groups)
     image, w = g.operand(x, dtype), g.operand(weight, dtype)
     b = g.operand(bias, dtype) if bias is not None else None
     if transposed:
@@ -186,6 +192,7 @@ def convolution_backward(
     output_mask: Sequence[bool],
 ) -> tuple[ir.Value | None, ...]:
     window, dtype, out = window_of(weight, stride, padding, dilation), _computing_dtype(x), dtype_of(x)
+    groups = _fixed(groups)
     image, dy, single = g.operand(x, dtype), g.operand(grad, dtype), dtype == torch.float32
     sizes, grad_sizes = image_sizes(g, x, window.rank), image_sizes(g, grad, window.rank)
     channels, grad_channels = _channels(x), _channels(grad)

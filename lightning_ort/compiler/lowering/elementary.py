@@ -11,8 +11,9 @@ from torch import fx
 
 from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of
 from lightning_ort.compiler.lowering.comparisons import sign_is_negative
-from lightning_ort.compiler.lowering.pointwise import operands
+from lightning_ort.compiler.lowering.elementwise import exponential, operands, square_root
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
+from lightning_ort.runtime.providers import gives
 
 aten = torch.ops.aten
 
@@ -35,12 +36,73 @@ def _single(g: GraphBuilder, op_type: str, value: ir.Value, dtype: torch.dtype) 
 
 
 for _name, _op in {
-    "exp": "Exp", "log": "Log", "sqrt": "Sqrt", "reciprocal": "Reciprocal", "erf": "Erf",
+    "log": "Log", "reciprocal": "Reciprocal",
     "sin": "Sin", "asin": "Asin", "acos": "Acos", "atan": "Atan",
     "sinh": "Sinh", "cosh": "Cosh", "asinh": "Asinh", "acosh": "Acosh", "atanh": "Atanh",
-    "tanh": "Tanh", "sigmoid": "Sigmoid",
+    "tanh": "Tanh",
 }.items():  # fmt: skip
     lowers(getattr(aten, _name).default)(_unary(_op))
+
+
+# Their results reach sums and products, where the absolute error counts.
+_ABSOLUTE = {aten.mul.Tensor, aten.mul.Scalar, aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar}
+
+
+@lowers(aten.sigmoid.default)
+def sigmoid(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+    """Sigmoid, which is 0 below -18; what is more than added and multiplied, as before a logarithm, goes on."""
+    dtype = dtype_of(node)
+    value = g.operand(x, dtype)
+    if all(user.target in _ABSOLUTE for user in node.users):
+        return g.op("Sigmoid", value)
+    return g.op("Reciprocal", g.op("Add", g.op("Exp", g.op("Neg", value)), g.constant(1, dtype)))
+
+
+@lowers(aten.exp.default)
+def exp(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+    return exponential(g, g.operand(x, dtype_of(node)), dtype_of(node))
+
+
+@lowers(aten.sqrt.default)
+def sqrt(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+    return square_root(g, g.operand(x, dtype_of(node)), dtype_of(node))
+
+
+def _error_function(g: GraphBuilder, value: ir.Value, dtype: torch.dtype) -> ir.Value:
+    result = _single(g, "Erf", value, dtype)
+    if gives("Erf", math.nan, math.nan):
+        return result
+    return g.op("Where", g.op("IsNaN", value), value, result)
+
+
+@lowers(aten.erf.default)
+def erf(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+    dtype = dtype_of(node)
+    if all(_is_gelu_factor(user, x) for user in node.users):  # NaN gets into the product anyway
+        return _single(g, "Erf", g.operand(x, dtype), dtype)
+    return _error_function(g, g.operand(x, dtype), dtype)
+
+
+def _is_gelu_factor(successor: fx.Node, argument: fx.Node) -> bool:
+    """Whether ``erf(argument) + 1`` is halved, and then nothing but multiplied by, or added to, what has the input."""
+    if successor.target is not aten.add.Tensor or successor.args[1] != 1 or argument.target is not aten.mul.Tensor:
+        return False
+    x = argument.args[0]
+    halves = list(successor.users)
+    if any(h.target is not aten.mul.Tensor or h.args[1] != 0.5 for h in halves):
+        return False
+    ends = [end for h in halves for end in h.users]
+    return all(
+        (end.target is aten.mul.Tensor and x in end.args)
+        or (end.target is aten.add.Tensor and end.args[1] in halves and _has_factor(end.args[0], x))
+        for end in ends
+    )
+
+
+def _has_factor(product: Any, x: Any) -> bool:
+    if not isinstance(product, fx.Node) or product.target is not aten.mul.Tensor:
+        return False
+    return x in product.args or any(_has_factor(a, x) for a in product.args)
 
 
 def _cosine(g: GraphBuilder, value: ir.Value, dtype: torch.dtype) -> ir.Value:
@@ -65,7 +127,7 @@ def tan(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
 
 @lowers(aten.rsqrt.default)
 def rsqrt(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
-    return g.op("Reciprocal", g.op("Sqrt", g.operand(x, dtype_of(node))))
+    return g.op("Reciprocal", square_root(g, g.operand(x, dtype_of(node)), dtype_of(node)))
 
 
 @lowers(aten.log2.default)
@@ -125,7 +187,7 @@ def expm1(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
 @lowers(aten.erfc.default)
 def erfc(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
     dtype = dtype_of(node)
-    return g.op("Sub", g.constant(1, dtype), _single(g, "Erf", g.operand(x, dtype), dtype))
+    return g.op("Sub", g.constant(1, dtype), _error_function(g, g.operand(x, dtype), dtype))
 
 
 @lowers(aten.atan2.default)

@@ -14,6 +14,7 @@ from torch import fx
 from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, shape_of
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
 from lightning_ort.compiler.lowering.shapes import is_empty, same_shape
+from lightning_ort.runtime.providers import gives
 
 aten = torch.ops.aten
 
@@ -162,7 +163,11 @@ def remainder(g: GraphBuilder, node: fx.Node, a: Any, b: Any) -> ir.Value:
     dtype = computing_dtype(dtype_of(node))
     x, y = operands(g, node, dtype, a, b)
     if dtype.is_floating_point:
-        return g.op("Sub", x, g.op("Mul", y, g.op("Floor", g.op("Div", x, y))))
+        # as torch does: the rest of a truncated division, which is exact, moved to the side of the divisor
+        rest, zero = g.op("Mod", x, y, fmod=1), g.constant(0, dtype)
+        is_opposite = g.op("Xor", *(g.op("Less", v, zero) for v in (rest, y)))
+        moves = g.op("And", is_opposite, g.op("Not", g.op("Equal", rest, zero)))
+        return g.op("Where", moves, g.op("Add", rest, y), rest)
     return g.cast(g.op("Mod", *_division(g, x, y, b, dtype)), dtype, dtype_of(node))
 
 
@@ -173,6 +178,33 @@ def fmod(g: GraphBuilder, node: fx.Node, a: Any, b: Any) -> ir.Value:
     if not dtype.is_floating_point:
         x, y = _division(g, x, y, b, dtype)
     return g.cast(g.op("Mod", x, y, fmod=1), dtype, dtype_of(node))
+
+
+def square_root(g: GraphBuilder, value: ir.Value, dtype: torch.dtype) -> ir.Value:
+    """The root of ``value``; ONNX Runtime 1.19 makes NaN of infinity, and infinity of what is below normal numbers."""
+    if dtype == torch.float64 or gives("Sqrt", math.inf, math.inf):
+        return g.op("Sqrt", value)
+    is_small = g.op("Less", value, g.constant(torch.finfo(torch.float32).tiny, dtype))
+    lifted = g.op("Where", is_small, g.op("Mul", value, g.constant(2.0**48, dtype)), value)
+    root = g.op("Sqrt", lifted)
+    root = g.op("Where", is_small, g.op("Mul", root, g.constant(2.0**-24, dtype)), root)
+    infinity = g.constant(math.inf, dtype)
+    return g.op("Where", g.op("Equal", value, infinity), infinity, root)
+
+
+def reciprocal_deviation(g: GraphBuilder, variance: ir.Value, eps: float, dtype: torch.dtype) -> ir.Value:
+    """1 / sqrt(variance + eps); NaN, as in torch, for a variance that has overflowed: 0 would make 0 of all numbers."""
+    rstd = g.op("Reciprocal", g.op("Sqrt", g.op("Add", variance, g.constant(eps, dtype))))
+    return g.op("Add", rstd, g.op("Mul", variance, g.constant(0, dtype)))
+
+
+def exponential(g: GraphBuilder, value: ir.Value, dtype: torch.dtype) -> ir.Value:
+    """e to the power of ``value``, 0 where that is -inf."""
+    result = g.op("Exp", value)
+    if dtype != torch.float64 or gives("Exp", -math.inf, 0.0, double=True):
+        return result
+    vanishes = g.op("Less", value, g.constant(-746, dtype))
+    return g.op("Where", vanishes, g.constant(0, dtype), result)
 
 
 @lowers(aten.pow.Tensor_Scalar)
@@ -187,11 +219,11 @@ def pow_scalar(g: GraphBuilder, node: fx.Node, a: fx.Node, exponent: Any) -> ir.
         square = g.op("Mul", x, x)
         result = g.op("Mul", square, x if exponent == 3 else square)
     elif dtype.is_floating_point and exponent == 0.5:
-        result = g.op("Sqrt", x)
+        result = square_root(g, x, dtype)
     elif dtype.is_floating_point and exponent == -1:
         result = g.op("Reciprocal", x)
     elif dtype.is_floating_point and exponent == -0.5:
-        result = g.op("Reciprocal", g.op("Sqrt", x))
+        result = g.op("Reciprocal", square_root(g, x, dtype))
     else:
         result = g.op("Pow", x, g.operand(exponent, dtype))
     return g.cast(result, dtype, dtype_of(node))
@@ -267,14 +299,14 @@ for _name, _op in {
 
 @lowers(aten.sign.default, aten.sgn.default)
 def sign(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
-    """By bounds: the square of the largest number times any other than 0 is beyond 1. Sign takes four times as long."""
+    """By comparisons: Sign takes twice as long, and NaN has the sign 0 in torch."""
     dtype = dtype_of(node)
     if dtype not in (torch.float32, torch.float64):
         wide = ordered_dtype(dtype)
         return g.cast(g.op("Sign", g.operand(x, wide)), wide, dtype)
-    largest = g.constant(torch.finfo(dtype).max, dtype)
-    steep = g.op("Mul", g.op("Mul", g.value(x), largest), largest)
-    return g.op("Clip", steep, g.constant(-1, dtype), g.constant(1, dtype))
+    value, zero = g.value(x), g.constant(0, dtype)
+    above, below = (g.cast(g.op(c, value, zero), torch.bool, dtype) for c in ("Greater", "Less"))
+    return g.op("Sub", above, below)
 
 
 @lowers(aten.round.decimals)
@@ -302,7 +334,9 @@ def hypot(g: GraphBuilder, node: fx.Node, a: Any, b: Any) -> ir.Value:
     is_trivial = g.op("Or", *(g.op("Equal", larger, g.constant(c, dtype)) for c in (0, math.inf)))
     ratio = g.op("Div", smaller, g.op("Where", is_trivial, g.constant(1, dtype), larger))
     length = g.op("Mul", larger, g.op("Sqrt", g.op("Add", g.op("Mul", ratio, ratio), g.constant(1, dtype))))
-    return g.op("Where", is_trivial, larger, length)
+    infinity = g.constant(math.inf, dtype)
+    is_infinite = g.op("Or", *(g.op("Equal", v, infinity) for v in (x, y)))  # whatever the other side is
+    return g.op("Where", is_infinite, infinity, g.op("Where", is_trivial, larger, length))
 
 
 @lowers(aten._to_copy.default)

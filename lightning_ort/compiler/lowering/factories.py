@@ -13,7 +13,7 @@ from torch import fx
 
 from lightning_ort.compiler.lowering.builder import Dim, GraphBuilder, dtype_of, shape_of
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
-from lightning_ort.runtime.dtypes import NUMPY
+from lightning_ort.runtime.tensors import NUMPY
 
 aten = torch.ops.aten
 
@@ -115,7 +115,12 @@ def arange(g: GraphBuilder, node: fx.Node, start: Any, end: Any, step: Any = 1, 
         return g.constant(torch.arange(start, end, step, dtype=dtype, device="cpu").numpy(), dtype)
     if any(isinstance(a, float) for a in (start, end, step)) or dtype_of_step(step) != torch.int64:
         raise NotLowered("arange of floating-point bounds that change")
-    values = g.op("Range", *(g.operand(a, torch.int64) for a in (start, end, step)))
+    first, limit, stride = (g.operand(a, torch.int64) for a in (start, end, step))
+    if isinstance(start, int) and isinstance(step, int) and start >= 0 and step > 0:
+        values = g.op("Range", first, limit, stride)
+    else:  # ONNX Runtime slices by a Range that is an index, where a bound below 0 counts from the end
+        distance = g.op("Range", g.constant(0, torch.int64), g.op("Sub", first, limit), g.op("Neg", stride))
+        values = g.op("Sub", first, distance)
     return g.cast(values, torch.int64, dtype)
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compiler import max_pool, recurrent  # noqa: F401  they define operators
+from lightning_ort.compiler import custom_ops  # noqa: F401  they define operators
 
 aten, own = torch.ops.aten, torch.ops.lightning_ort
 
-# Bounded, or sums of products of their arguments: with a sound computation they hold no NaN and no infinity.
+# Bounded, or sums of products of their arguments: where those are finite and the computation is sound, so are these.
 _BOUNDED = {
     aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.mv, aten.dot, aten.convolution, aten.convolution_backward,
     aten.native_layer_norm, aten.native_layer_norm_backward, aten.native_group_norm, aten.native_batch_norm_backward,
@@ -19,7 +19,7 @@ _BOUNDED = {
     aten.native_group_norm_backward, aten._native_batch_norm_legit, aten._native_batch_norm_legit_no_training,
     aten._fused_rms_norm, aten._fused_rms_norm_backward, own.lstm_steps, own.lstm_steps_backward, own.gru_steps,
     own.gru_steps_backward, own.rnn_steps, own.rnn_steps_backward,
-    aten._softmax, aten._softmax_backward_data, aten._log_softmax_backward_data, aten.nll_loss_backward,
+    aten._softmax_backward_data, aten._log_softmax_backward_data, aten.nll_loss_backward,
 }  # fmt: skip
 
 # Finite if their arguments are.
@@ -37,38 +37,68 @@ _KEEPING = {
     aten.avg_pool2d_backward, aten.avg_pool2d, aten.max_pool2d_with_indices,
 }  # fmt: skip
 
+_CHOICES = (
+    aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.masked_fill.Scalar, aten.masked_fill.Tensor,
+)  # fmt: skip
 
-def is_finite(arg: Any) -> bool:
-    """Whether no element of ``arg`` can be infinite or NaN unless something overflowed or was so from the start.
 
-    Where it is, zeros may be written by multiplication. Inputs are not taken for finite: data may use NaN for what
-    is missing, and mask it; random draws are.
+def is_finite(arg: Any, *, products: bool = False) -> bool:
+    """Whether no element of ``arg`` can be infinite or NaN unless the weights are, or something overflowed.
+
+    Where it is, zeros may be written by multiplication. Inputs other than weights are not taken for finite, nor is what
+    is computed from them: data may use NaN for what is missing, and mask it. Random draws are.
+
+    Args:
+        arg: an argument of an fx node.
+        products: take sums of products for finite whatever they are of.
     """
     if isinstance(arg, (list, tuple)):
-        return all(is_finite(a) for a in arg)
+        return all(is_finite(a, products=products) for a in arg)
     if isinstance(arg, float):
         return abs(arg) < float("inf")
     if not isinstance(arg, fx.Node):
         return True
-    if "finite" not in arg.meta:
-        arg.meta["finite"] = _computes_finite(arg)
-    return bool(arg.meta["finite"])
+    known = arg.meta.setdefault("finite", {})
+    if products not in known:
+        known[products] = _computes_finite(arg, products)
+    return bool(known[products])
 
 
-def _computes_finite(node: fx.Node) -> bool:
-    if node.op != "call_function":
-        return "draw" in node.meta
+def _computes_finite(node: fx.Node, products: bool) -> bool:
     if not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
         return True
     if isinstance(node.meta["val"], torch.Tensor) and not node.meta["val"].is_floating_point():
         return True
+    if node.op != "call_function":
+        return "draw" in node.meta or "weight" in node.meta
     packet = getattr(node.target, "overloadpacket", None)
+    if packet is aten._softmax:
+        return is_finite(_before_masks(node.args[0]), products=products)
     if packet in _BOUNDED:
-        return True
+        return products or all(is_finite(a) for a in node.args)
     if packet is aten.div:
         divisor = node.args[1]
         is_size = isinstance(divisor, fx.Node) and isinstance(divisor.meta["val"], torch.SymInt)
-        return (is_size or (isinstance(divisor, (int, float)) and divisor != 0)) and is_finite(node.args[0])
+        if not is_size and not (isinstance(divisor, (int, float)) and divisor != 0):
+            return False
+        return is_finite(node.args[0], products=products)
     if packet in _KEEPING:
-        return all(is_finite(a) for a in node.args)
-    return getattr(node.target, "__name__", "") == "getitem" and is_finite(node.args[0])
+        return all(is_finite(a, products=products) for a in node.args)
+    return getattr(node.target, "__name__", "") == "getitem" and is_finite(node.args[0], products=products)
+
+
+def _before_masks(node: Any) -> Any:
+    """The scores that ``node`` has partly replaced by -inf, which a softmax takes unless all of a row is masked."""
+    while isinstance(node, fx.Node) and node.target in _CHOICES:
+        tensors = [a for a in node.args if isinstance(a, fx.Node) and _has_entries(a)]
+        if len(tensors) != 1:
+            break
+        node = tensors[0]
+    return node
+
+
+def _has_entries(node: fx.Node) -> bool:
+    """Whether ``node`` is a floating-point tensor that is more than one number."""
+    val = node.meta["val"]
+    numbers = (aten.scalar_tensor.default, aten.full.default, aten.full_like.default)
+    return isinstance(val, torch.Tensor) and val.is_floating_point() and val.dim() > 0 and node.target not in numbers

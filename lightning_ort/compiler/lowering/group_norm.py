@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, shape_of
+from lightning_ort.compiler.lowering.elementwise import reciprocal_deviation
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
 
 aten = torch.ops.aten
@@ -60,7 +61,7 @@ def native_group_norm(
     mean = g.op("ReduceMean", value, last, keepdims=1)
     centered = g.op("Sub", value, mean)
     variance = g.op("ReduceMean", g.op("Mul", centered, centered), last, keepdims=0)
-    rstd = g.op("Reciprocal", g.op("Sqrt", g.op("Add", variance, g.constant(eps, dtype))))
+    rstd = reciprocal_deviation(g, variance, eps, dtype)
     centered, scale = groups.by_channel(centered), groups.statistic(rstd)
     if weight is not None:
         scale = g.op("Mul", scale, groups.parameter(weight))

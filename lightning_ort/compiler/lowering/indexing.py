@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from lightning_ort.compiler.lowering.bounds import positions, wrapping_positions
 from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, rank_of, shape_of
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
 from lightning_ort.compiler.lowering.shapes import is_empty, positive, same_shape
-from lightning_ort.runtime.dtypes import NUMPY
+from lightning_ort.runtime.tensors import NUMPY
 
 aten = torch.ops.aten
 
@@ -68,7 +69,13 @@ def scatter_elements(
     if reduction != "none":
         wide = {torch.float16: torch.float32, torch.bool: torch.int32}.get(dtype, dtype)
     data, updates = g.cast(data, dtype, wide), g.cast(updates, dtype, wide)
-    return g.cast(g.op("ScatterElements", data, index, updates, axis=axis, reduction=reduction), wide, dtype)
+    result = g.op("ScatterElements", data, index, updates, axis=axis, reduction=reduction)
+    if reduction in ("max", "min") and wide.is_floating_point:  # which pass over NaN
+        nans, more = (g.cast(g.op("IsNaN", v), torch.bool, torch.float32) for v in (data, updates))
+        spoilt = g.op("ScatterElements", nans, index, more, axis=axis, reduction="max")
+        spoilt = g.cast(spoilt, torch.float32, torch.bool)
+        result = g.op("Where", spoilt, g.constant(math.nan, wide), result)
+    return g.cast(result, wide, dtype)
 
 
 def scattered(
@@ -211,3 +218,42 @@ def put(g: GraphBuilder, node: fx.Node, x: fx.Node, index: fx.Node, src: fx.Node
     data, places, updates = (g.op("Reshape", v, g.ints([-1])) for v in (g.value(x), places, g.value(src)))
     result = scatter_elements(g, dtype_of(x), data, places, updates, 0, "add" if accumulate else "none")
     return g.op("Reshape", result, g.shape(x))
+
+
+@lowers(aten.embedding.default)
+def embedding(
+    g: GraphBuilder,
+    node: fx.Node,
+    weight: fx.Node,
+    indices: fx.Node,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> ir.Value:
+    return g.op("Gather", g.value(weight), positions(g, indices, shape_of(weight)[0]), axis=0)
+
+
+@lowers(aten.embedding_dense_backward.default)
+def embedding_dense_backward(
+    g: GraphBuilder,
+    node: fx.Node,
+    grad: fx.Node,
+    indices: fx.Node,
+    num_weights: int,
+    padding_idx: int,
+    scale_grad_by_freq: bool,
+) -> ir.Value:
+    dtype, width = dtype_of(grad), shape_of(grad)[-1]
+    rows = g.op("Reshape", g.value(grad), g.ints([-1, int(width)]))
+    flat = g.op("Reshape", positions(g, indices, num_weights), g.ints([-1, 1]))
+    if padding_idx >= 0:
+        kept = g.op("Not", g.op("Equal", flat, g.constant(padding_idx, torch.int64)))
+        rows = g.op("Where", kept, rows, g.constant(0, dtype))
+    if scale_grad_by_freq:
+        ones = g.op("Expand", g.constant([[1]], dtype), g.op("Shape", flat))
+        zeros = g.op("Expand", g.constant([[0]], dtype), g.dims([num_weights, 1]))
+        counts = g.op("ScatterElements", zeros, flat, ones, axis=0, reduction="add")
+        rows = g.op("Div", rows, g.op("Gather", counts, g.op("Reshape", flat, g.ints([-1])), axis=0))
+    zeros = g.op("Expand", g.constant([[0]], dtype), g.dims([num_weights, int(width)]))
+    spread = g.op("Expand", flat, g.op("Shape", rows))
+    return g.op("ScatterElements", zeros, spread, rows, axis=0, reduction="add")

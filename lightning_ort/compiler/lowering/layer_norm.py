@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, rank_of, shape_of
+from lightning_ort.compiler.lowering.elementwise import reciprocal_deviation
 from lightning_ort.compiler.lowering.registry import lowers
 
 aten = torch.ops.aten
@@ -62,7 +63,7 @@ def native_layer_norm(
     mean = g.op("ReduceMean", value, axes, keepdims=1)
     centered = g.op("Sub", value, mean)
     variance = g.op("ReduceMean", g.op("Mul", centered, centered), axes, keepdims=1)
-    rstd = g.op("Reciprocal", g.op("Sqrt", g.op("Add", variance, g.constant(eps, dtype))))
+    rstd = reciprocal_deviation(g, variance, eps, dtype)
     result = normalized = g.op("Mul", centered, rstd)
     rstd.meta["normalized"] = (value, normalized)
     if weight is not None:

@@ -10,7 +10,6 @@ from torch import fx
 
 from lightning_ort.compiler.lowering.bounds import unwrapped
 from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, rank_of, shape_of
-from lightning_ort.compiler.lowering.finite import is_finite
 from lightning_ort.compiler.lowering.registry import lowers
 
 aten = torch.ops.aten
@@ -24,8 +23,6 @@ def _class_axis(x: fx.Node) -> int:
 
 class _Targets:
     """Class numbers, with an axis of 1 where the scores have the classes.
-
-    Products rather than choices wherever both give the same: ``Where`` takes ONNX Runtime four times as long.
 
     Attributes:
         counts: which of them are not ignored.
@@ -45,10 +42,8 @@ class _Targets:
         last = f"{classes - 1}" if isinstance(classes, int) else "the number of classes - 1"
         g.accept(f"0 to {last}, and {ignore_index} for what does not count")
 
-    def counted(self, value: ir.Value, *, finite: bool) -> ir.Value:
-        """``value`` where a target counts, else 0."""
-        if finite:
-            return self._g.op("Mul", value, self.ones)
+    def counted(self, value: ir.Value) -> ir.Value:
+        """``value`` where a target counts, else 0, whatever ``value`` is there."""
         return self._g.op("Where", self.counts, value, self._g.constant(0, self._dtype))
 
     def weighted(self, value: ir.Value) -> ir.Value:
@@ -75,11 +70,8 @@ def nll_loss(
     """The loss, and the sum of the weights."""
     targets = _Targets(g, x, target, weight, ignore_index)
     picked = g.op("GatherElements", g.value(x), targets.index, axis=_class_axis(x))
-    if is_finite(x):
-        losses = g.op("Mul", picked, g.op("Neg", targets.ones))
-    else:
-        losses = g.op("Neg", targets.counted(picked, finite=False))
-    losses = targets.weighted(losses)
+    # a choice: scores of what does not count may be NaN
+    losses = targets.weighted(g.op("Neg", targets.counted(picked)))
     if reduction not in (MEAN, SUM):
         return g.op("Squeeze", losses, targets.axes), g.constant(0, dtype_of(x))
     loss, total = g.op("ReduceSum", losses, keepdims=0), targets.total()
@@ -92,18 +84,18 @@ def _falls(
     """By how much the loss falls when the log-probability of a target's class grows: 0 where it does not count."""
     incoming = g.operand(grad, dtype)
     if reduction == SUM:
-        return targets.counted(targets.weighted(incoming), finite=weight is None)
+        return targets.counted(targets.weighted(incoming))
     if reduction != MEAN:
-        return targets.counted(targets.weighted(g.op("Unsqueeze", incoming, targets.axes)), finite=False)
+        return targets.counted(targets.weighted(g.op("Unsqueeze", incoming, targets.axes)))
     # counted again rather than taken from the forward pass: one graph with that pass has the sum already
     total = targets.total()
     if weight is not None:
-        return targets.counted(targets.weighted(g.op("Div", incoming, total)), finite=False)
+        return targets.counted(targets.weighted(g.op("Div", incoming, total)))
     # when nothing counts, the loss is 0/0 and the gradient 0
     total = g.op("Clip", total, g.constant(1, dtype))
     if _is_one(incoming):
         return g.op("Div", targets.ones, total)
-    return targets.counted(g.op("Div", incoming, total), finite=True)
+    return targets.counted(g.op("Div", incoming, total))
 
 
 def _is_one(value: ir.Value) -> bool:

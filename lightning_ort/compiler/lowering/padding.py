@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, rank_of, shape_of
-from lightning_ort.compiler.lowering.pointwise import computing_dtype
+from lightning_ort.compiler.lowering.elementwise import computing_dtype
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
 
 aten = torch.ops.aten

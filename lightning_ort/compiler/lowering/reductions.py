@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, rank_of, shape_of
+from lightning_ort.compiler.lowering.elementwise import exponential, square_root
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
 from lightning_ort.compiler.lowering.shapes import is_empty
 
@@ -108,6 +109,7 @@ def _extremum(
 
 
 def extremum(g: GraphBuilder, x: fx.Node, op_type: str, dim: Any, keepdim: bool) -> ir.Value:
+    _refuse_nothing(x, _axes(x, dim))
     return _extremum(g, g.value(x), dtype_of(x), op_type, _axes(x, dim), keepdim)
 
 
@@ -131,22 +133,34 @@ def min_all(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
     return extremum(g, x, "ReduceMin", None, False)
 
 
+def _refuse_nothing(x: fx.Node, axes: Sequence[int]) -> None:
+    """Leave the extremum of no numbers at all to torch, which raises an error about it."""
+    if any(isinstance(size, int) and size == 0 for size in (x.meta["val"].shape[a] for a in axes)):
+        raise NotLowered("the largest or smallest of no numbers")
+
+
 def arg_extremum(g: GraphBuilder, x: fx.Node, op_type: str, axis: int | None, keepdim: bool) -> ir.Value:
-    """ArgMax or ArgMin, the first of equal ones. NaN is passed over; torch takes it for the extremum."""
+    """ArgMax or ArgMin, the first of equal ones; NaN, which ONNX Runtime passes over, is the extremum."""
     dtype, rank = dtype_of(x), rank_of(x)
     if rank == 0:
         return g.constant(0, torch.int64)
-    value = g.value(x)
+    _refuse_nothing(x, range(rank) if axis is None else [axis])
+    value, along = g.value(x), axis or 0
     if axis is None:
         value = g.op("Reshape", value, g.ints([-1]))
     if dtype == torch.int64:  # ONNX Runtime 1.19 has no ArgMax of them
         largest = int(op_type == "ArgMax")
-        index = g.op("TopK", value, g.ints([1]), outputs=2, axis=axis or 0, largest=largest)[1]
-        index = index if axis is not None and keepdim else g.op("Squeeze", index, g.ints([axis or 0]))
+        index = g.op("TopK", value, g.ints([1]), outputs=2, axis=along, largest=largest)[1]
     else:
-        value = value if dtype.is_floating_point else g.cast(value, dtype, torch.int32)
-        index = g.op(op_type, value, axis=axis or 0, keepdims=int(keepdim and axis is not None))
-    return g.op("Reshape", index, g.ints([1] * rank)) if axis is None and keepdim else index
+        ordered = value if dtype.is_floating_point else g.cast(value, dtype, torch.int32)
+        index = g.op(op_type, ordered, axis=along, keepdims=1)
+        if dtype.is_floating_point:
+            nans = g.cast(g.op("IsNaN", value), torch.bool, torch.float32)
+            is_spoilt = g.cast(g.op("ReduceMax", nans, g.ints([along]), keepdims=1), torch.float32, torch.bool)
+            index = g.op("Where", is_spoilt, g.op("ArgMax", nans, axis=along, keepdims=1), index)
+    if axis is None:
+        return g.op("Reshape", index, g.ints([1] * rank if keepdim else []))
+    return index if keepdim else g.op("Squeeze", index, g.ints([along]))
 
 
 def _position(op_type: str) -> Any:
@@ -160,18 +174,20 @@ lowers(aten.argmax.default)(_position("ArgMax"))
 lowers(aten.argmin.default)(_position("ArgMin"))
 
 
-def _value_and_position(reduction: str, position: str) -> Any:
+def _value_and_position(position: str) -> Any:
     def lower(g: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, keepdim: bool = False) -> Any:
         if rank_of(x) == 0:
             return g.value(x), g.constant(0, torch.int64)
-        index = arg_extremum(g, x, position, dim % rank_of(x), keepdim)
-        return extremum(g, x, reduction, dim, keepdim), index
+        axis = dim % rank_of(x)
+        index = arg_extremum(g, x, position, axis, True)
+        results = g.op("GatherElements", g.value(x), index, axis=axis), index
+        return results if keepdim else tuple(g.op("Squeeze", r, g.ints([axis])) for r in results)
 
     return lower
 
 
-lowers(aten.max.dim)(_value_and_position("ReduceMax", "ArgMax"))
-lowers(aten.min.dim)(_value_and_position("ReduceMin", "ArgMin"))
+lowers(aten.max.dim)(_value_and_position("ArgMax"))
+lowers(aten.min.dim)(_value_and_position("ArgMin"))
 
 
 def _truth(op_type: str) -> Any:
@@ -204,7 +220,7 @@ def logsumexp(g: GraphBuilder, node: fx.Node, x: fx.Node, dim: Any, keepdim: boo
     # an infinite one would become NaN in the difference
     limit = torch.finfo(dtype).max
     largest = g.op("Clip", largest, g.constant(-limit, dtype), g.constant(limit, dtype))
-    total = reduced(g, "ReduceSum", g.op("Exp", g.op("Sub", value, largest)), axes, True)
+    total = reduced(g, "ReduceSum", exponential(g, g.op("Sub", value, largest), dtype), axes, True)
     result = g.op("Add", g.op("Log", total), largest)
     return result if keepdim else g.op("Squeeze", result, g.ints(axes))
 
@@ -224,11 +240,14 @@ def vector_norm(
     value = g.operand(x, kind)
     if not isinstance(order, (int, float)):
         raise NotLowered("a norm whose order changes")
+    if order != 0 and all(shape_of(x)[a] == 1 for a in axes):  # a square may not fit
+        size = g.op("Abs", value)
+        return size if keepdim or not axes else g.op("Squeeze", size, g.ints(axes))
     if not axes or order == 1:
         return reduced(g, "ReduceSum", g.op("Abs", value), axes, keepdim)
     if order == 2:
         # in two operators, as ReduceL2 takes three times as long
-        return g.op("Sqrt", reduced(g, "ReduceSum", g.op("Mul", value, value), axes, keepdim))
+        return square_root(g, reduced(g, "ReduceSum", g.op("Mul", value, value), axes, keepdim), kind)
     size = g.op("Abs", value)
     if abs(order) == math.inf:
         return _extremum(g, size, kind, "ReduceMax" if order > 0 else "ReduceMin", axes, keepdim)
@@ -256,7 +275,9 @@ def _variance(g: GraphBuilder, x: fx.Node, dim: Any, correction: Any, keepdim: b
         numel = reduced(g, "ReduceProd", g.op("Gather", g.op("Shape", value), g.ints(axes), axis=0), [0])
         count = g.op("Sub", g.cast(numel, torch.int64, dtype), g.constant(correction, dtype))
         variance = g.op("Div", squares, g.op("Max", count, g.constant(0, dtype)))
-    return variance, mean if keepdim or not axes else g.op("Squeeze", mean, g.ints(axes))
+    if not keepdim and axes:
+        mean = g.op("Squeeze", mean, g.ints(axes))
+    return variance, mean
 
 
 @lowers(aten.var.correction)
@@ -270,4 +291,6 @@ def var(
 def var_mean(
     g: GraphBuilder, node: fx.Node, x: fx.Node, dim: Any = None, *, correction: Any = None, keepdim: bool = False
 ) -> Any:
-    return _variance(g, x, dim, correction, keepdim)
+    """The variance, and the mean, which is NaN in torch when an element is infinite."""
+    variance, mean = _variance(g, x, dim, correction, keepdim)
+    return variance, g.op("Add", mean, g.op("Sub", mean, mean))

@@ -12,7 +12,7 @@ from torch import fx
 
 from lightning_ort.compiler.lowering.builder import Dim, GraphBuilder, dtype_of, rank_of, shape_of
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
-from lightning_ort.runtime.dtypes import NUMPY
+from lightning_ort.runtime.tensors import NUMPY
 
 aten = torch.ops.aten
 
@@ -86,14 +86,14 @@ def permute(g: GraphBuilder, node: fx.Node, x: fx.Node, *_: Any) -> ir.Value:
 
 @lowers(aten.expand.default)
 def expand(g: GraphBuilder, node: fx.Node, x: fx.Node, size: Sequence[Any], *, implicit: bool = False) -> ir.Value:
-    if x in g.compact:
-        g.compact[node] = g.compact[x]
     if same_shape(shape_of(x), shape_of(node)):
+        if x in g.compact:
+            g.compact[node] = g.compact[x]
         return g.value(x)
-    g.compact.setdefault(node, g.value(x))
     if is_empty(node):  # ONNX Runtime drops an Expand to a size of 0 as one that does nothing
         dims = [r if isinstance(r, int) else s for r, s in zip(shape_of(node), size, strict=True)]
         return g.op("ConstantOfShape", g.dims(dims), value=ir.tensor(np.zeros(1, NUMPY[dtype_of(node)])))
+    g.compact[node] = g.compact[x] if x in g.compact else g.value(x)
     lead = rank_of(node) - rank_of(x)
     kept = [1] * lead + list(shape_of(x))
     # A size of 1 leaves the dimension as it is, so that unchanged symbolic sizes need not be computed.

@@ -6,10 +6,9 @@ import onnx_ir as ir
 from onnx_ir.passes import Sequential
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass, RemoveUnusedNodesPass
 
+from lightning_ort.compiler.passes.cleanup import RemoveUnusedInputsPass, StandardOperatorsPass
 from lightning_ort.compiler.passes.recompute import RecomputePass
-from lightning_ort.compiler.passes.standard_operators import StandardOperatorsPass
 from lightning_ort.compiler.passes.training_kernels import TrainingKernelsPass
-from lightning_ort.compiler.passes.unused_inputs import RemoveUnusedInputsPass
 
 __all__ = ["optimize", "save_memory", "standardize", "with_training_kernels"]
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import onnx_ir as ir
-from onnx_ir.passes.common import ShapeInferencePass
 
-__all__ = ["RecomputePass"]
+__all__ = ["SIZES", "RecomputePass"]
+
+SIZES = "sizes"
+"""key in ``ir.Value.meta`` for the sizes of a value, ``None`` for each that changes; not written into files"""
 
 # one pass over memory each; what they read is often kept for the backward pass anyway
 _CHEAP = {"Add", "Mul", "Sub"}
@@ -33,8 +36,8 @@ class RecomputePass(ir.passes.InPlacePass):
         nodes = list(model.graph)
         if len(nodes) <= _FAR:
             return ir.passes.PassResult(model, modified=False)
-        self._shapes = _shapes(model)
         self._position = {node: i for i, node in enumerate(nodes)}
+        self._copies: Counter[ir.Node] = Counter()
         modified = False
         for node in nodes:
             if node.op_type in _CHEAP | _VIEWS and len(node.outputs) == 1:
@@ -57,10 +60,13 @@ class RecomputePass(ir.passes.InPlacePass):
         for original in chain:
             inputs = [copies.get(x, x) if x is not None else None for x in original.inputs]
             attributes = list(original.attributes.values())
+            # one node may be part of what several values are made of
+            self._copies[original] += 1
+            again = "_again" if self._copies[original] == 1 else f"_again_{self._copies[original]}"
             copy = ir.Node(
-                original.domain, original.op_type, inputs, attributes, num_outputs=1, name=f"{original.name}_again"
+                original.domain, original.op_type, inputs, attributes, num_outputs=1, name=f"{original.name}{again}"
             )
-            copy.outputs[0].name = f"{original.outputs[0].name}_again"
+            copy.outputs[0].name = f"{original.outputs[0].name}{again}"
             copies[original.outputs[0]] = copy.outputs[0]
             graph.insert_before(first, copy)
             self._position[copy] = self._position[first]
@@ -95,15 +101,26 @@ class RecomputePass(ir.passes.InPlacePass):
         return any(self._position[u.node] >= position for u in value.uses())
 
     def _is_large(self, value: ir.Value) -> bool:
-        shape = self._shapes.get(value.name)
-        if shape is None:
+        sizes = _sizes(value)
+        if sizes is None:
             return True
-        known = [d for d in shape if d is not None]
-        return math.prod(known) >= _SMALLEST if len(known) == len(shape) else len(shape) > 1
+        known = [size for size in sizes if size is not None]
+        return math.prod(known) >= _SMALLEST if len(known) == len(sizes) else len(sizes) > 1
 
 
-def _shapes(model: ir.Model) -> dict[str | None, list[int | None]]:
-    """Sizes by name, as far as they can be told, from a copy: they are of no use to ONNX Runtime."""
-    inferred = ShapeInferencePass()(ir.from_proto(ir.to_proto(model))).model
-    values = (v for node in inferred.graph for v in node.outputs)
-    return {v.name: [d if isinstance(d, int) else None for d in v.shape] for v in values if v.shape is not None}
+def _sizes(value: ir.Value) -> tuple[int | None, ...] | None:
+    """Sizes of ``value`` as far as they can be told from what was noted where it or its operands were written."""
+    if SIZES in value.meta:
+        return value.meta[SIZES]
+    if value.shape is not None:
+        return tuple(d if isinstance(d, int) else None for d in value.shape)
+    producer = value.producer()
+    if producer is None or producer.op_type not in _CHEAP | _VIEWS:
+        return None
+    operands = producer.inputs[:1] if producer.op_type in _VIEWS else producer.inputs
+    found = [None if x is None else _sizes(x) for x in operands]
+    known = [sizes for sizes in found if sizes is not None]
+    if len(known) < len(found):
+        return None
+    # of as many entries as its largest operand, or more
+    return max(known, key=lambda sizes: (None in sizes, math.prod(size or 1 for size in sizes)))

@@ -12,11 +12,10 @@ _DOMAIN = "com.microsoft"
 
 
 class TrainingKernelsPass(ir.passes.InPlacePass):
-    """Replace the standard operators of two gradients in float32 by one operator each.
+    """Replace the standard operators of the gradient of the mean cross-entropy of two-dimensional scores by one.
 
-    * ``ReluGrad`` for the gradient of ReLU;
-    * ``SoftmaxCrossEntropyLossGrad`` for that of the mean cross-entropy of two-dimensional scores. The loss itself is
-      left as it is: the operator for it reads what lies beside the scores when a label is no class.
+    The loss itself is left as it is: the operator for it reads what lies beside the scores when a label is no class.
+    ``ReluGrad`` is not used: it makes 0 of the gradient where the argument is NaN, and is no faster than a choice.
 
     Nodes that are no longer read remain; other passes remove them.
     """
@@ -26,34 +25,13 @@ class TrainingKernelsPass(ir.passes.InPlacePass):
         ShapeInferencePass()(model)
         for node in list(model.graph):
             if node.op_type == "Mul":
-                new = _relu_gradient(node) or _cross_entropy_gradient(model.graph, node)
+                new = _cross_entropy_gradient(model.graph, node)
                 if new is not None:
                     ir.convenience.replace_nodes_and_values(model.graph, node, [node], [new], node.outputs, new.outputs)
                     modified = True
         if modified:
             model.graph.opset_imports[_DOMAIN] = 1
         return ir.passes.PassResult(model, modified=modified)
-
-
-def _relu_gradient(node: ir.Node) -> ir.Node | None:
-    gradient, mask = node.inputs
-    step = _made_by(mask, "HardSigmoid")
-    if step is None or not _is_unit_step(step) or not _have_one_shape(gradient, step.inputs[0]):
-        return None
-    return ir.node("ReluGrad", [gradient, step.inputs[0]], domain=_DOMAIN, name=node.name)
-
-
-def _have_one_shape(one: ir.Value | None, other: ir.Value | None) -> bool:
-    """Whether both are known to be of the same shape: the operator does not broadcast, and does not look either."""
-    if one is None or other is None or one.shape is None or other.shape is None or len(one.shape) != len(other.shape):
-        return False
-    sizes = [(a, b) for a, b in zip(one.shape, other.shape, strict=True)]
-    return all(a == b and (isinstance(a, int) or a.value is not None) for a, b in sizes)
-
-
-def _is_unit_step(node: ir.Node) -> bool:
-    steepest = float(np.finfo(np.float32).max)
-    return node.attributes["alpha"].as_float() == steepest and node.attributes["beta"].as_float() == 0
 
 
 def _cross_entropy_gradient(graph: ir.Graph, node: ir.Node) -> ir.Node | None:

@@ -7,9 +7,10 @@ import importlib
 from pathlib import Path
 from typing import Protocol
 
-from lightning_ort.ondevice.optimizers import OptimizerConfig
-from lightning_ort.ondevice.state import TrainingState
-from lightning_ort.ondevice.step_graph import StepGraph
+from lightning_ort.checkpoints.state import TrainingState
+from lightning_ort.compiler.aot.step_graph import StepGraph
+from lightning_ort.ondevice.optimizer_config import OptimizerConfig
+from lightning_ort.validation import choice
 
 __all__ = ["Artifacts", "Flavour", "flavour_named", "flavour_of_checkpoint", "flavour_of_model", "flavours"]
 
@@ -67,8 +68,8 @@ class Flavour(Protocol):
 
 
 _CLASSES: dict[str, str] = {
-    "portable": "lightning_ort.ondevice.portable.Portable",
-    "ort-training": "lightning_ort.ondevice.ort_training.OrtTraining",
+    "portable": "lightning_ort.ondevice.formats.portable.Portable",
+    "ort-training": "lightning_ort.ondevice.formats.ort_training.OrtTraining",
 }
 """Name of each format to its class, imported when it is needed. The last one takes any ONNX file for its own."""
 
@@ -83,11 +84,13 @@ def flavours() -> dict[str, Flavour]:
 
 
 def flavour_named(name: str) -> Flavour:
-    """The format of that name."""
+    """The format of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
     known = flavours()
-    if name not in known:
-        raise ValueError(f"flavour={name!r}: expected one of {', '.join(map(repr, known))}.")
-    return known[name]
+    return known[choice("flavour", name, list(known))]
 
 
 def flavour_of_checkpoint(path: Path) -> Flavour:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from lightning_ort.compiler.checking import Results, compare
-from lightning_ort.ondevice.flavour import Artifacts
-from lightning_ort.ondevice.generation.forward import ModuleForward
+from lightning_ort.compiler.aot.step_graph import StepGraph
+from lightning_ort.compiler.aot.step_runner import StepRunner
+from lightning_ort.compiler.rounding import RoundingNoise
+from lightning_ort.ondevice.formats import Artifacts
+from lightning_ort.ondevice.generation.objectives import ModuleForward
 from lightning_ort.ondevice.generation.sources import Source
-from lightning_ort.ondevice.step import Step
-from lightning_ort.ondevice.step_graph import StepGraph
 from lightning_ort.runtime.config import RuntimeConfig
+from lightning_ort.verification import Results, compare
 
 __all__ = ["check_artifacts"]
 
@@ -42,7 +44,7 @@ def _check(graph: StepGraph, artifacts: Artifacts, forward: ModuleForward, examp
     state = artifacts.state
     tensors = {n: t.clone() for n, t in state.tensors.items()}
     gradients = {n: torch.empty_like(tensors[n]) for n in graph.gradients}
-    found = Step(graph, tensors, gradients, RuntimeConfig())([example[i.name].contiguous() for i in graph.inputs])
+    found = StepRunner(graph, tensors, gradients, RuntimeConfig())([example[i.name].contiguous() for i in graph.inputs])
     numbers = {name: i for i, name in enumerate([*forward.parameters, *forward.buffers])}
     got = Results(
         dict(enumerate(found)),
@@ -55,19 +57,21 @@ def _check(graph: StepGraph, artifacts: Artifacts, forward: ModuleForward, examp
         "updates": {i: f"the new value of {n!r}" for n, i in numbers.items()},
     }
 
-    def reference(dtype: torch.dtype | None) -> Results:
-        values = _torch(forward, state.tensors, example, list(graph.gradients), dtype)
-        updates = {numbers[n]: values[2][n] for n in graph.updates}
-        return Results(dict(enumerate(values[0])), {numbers[n]: g for n, g in values[1].items()}, updates)
+    class InTorch:
+        def evaluate(self, dtype: torch.dtype | None = None, noise: int | None = None) -> Results:
+            with contextlib.nullcontext() if noise is None else RoundingNoise(noise, torch.device("cpu")):
+                values = _torch(forward, state.tensors, example, list(graph.gradients), dtype)
+            updates = {numbers[n]: values[2][n] for n in graph.updates}
+            return Results(dict(enumerate(values[0])), {numbers[n]: g for n, g in values[1].items()}, updates)
 
-    wanted = reference(None)
+    wanted = InTorch().evaluate()
     loss = float(wanted.outputs[0])
     if not math.isfinite(loss):
         raise ValueError(
             f"In torch the loss of the example is {loss}. A loss must not depend on a metric (what metrics compute has "
             "no gradient and is left out); else give another example."
         )
-    compare(got, wanted, names, lambda: reference(torch.float64), advice=_ADVICE)
+    compare(got, wanted, names, InTorch(), advice=_ADVICE)
 
 
 def _torch(

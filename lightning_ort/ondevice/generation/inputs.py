@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_ort.onnx_gradients.inputs import HINTS, InputInfo
+from lightning_ort.compiler.aot.inputs import InputInfo, usual_hints
+from lightning_ort.compiler.aot.sizes import varying
 
 __all__ = ["BATCH", "Example", "arguments_of", "example_of", "hints_of", "infos_of"]
 
@@ -92,19 +93,20 @@ def infos_of(tensors: Mapping[str, Tensor], axes: Axes | None) -> list[InputInfo
     return found
 
 
-def hints_of(infos: Sequence[InputInfo], example: Mapping[str, Tensor] | None) -> list[list[int]]:
+def hints_of(infos: Sequence[InputInfo], example: Mapping[str, Tensor] | None) -> list[dict[str, int]]:
     """Sizes with which varying ones are traced: those of the example, half of them, and the usual ones.
 
     A module may not work with sizes that are larger than the example's (positions that it has embeddings for).
     """
-    found = [list(h) for h in HINTS]
+    names = varying(infos)
+    found = usual_hints(names)
     sizes: dict[str, int] = {}
     for info in infos:
         if example is None:
             return found
         sizes |= {s: n for s, n in zip(info.shape, example[info.name].shape, strict=True) if isinstance(s, str)}
     halves = [n // 2 if n >= 6 else 2 * n for n in sizes.values()]
-    return [_distinct(sizes.values()), _distinct(halves), *found]
+    return [*(dict(zip(names, _distinct(h), strict=True)) for h in (sizes.values(), halves)), *found]
 
 
 def _distinct(sizes: Iterable[int]) -> list[int]:

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import enum
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from lightning_ort.ondevice.generation.losses import Loss
+from lightning_ort.compiler.aot.forward import Region, weighted_sum
+from lightning_ort.compiler.aot.inputs import InputInfo
+from lightning_ort.ondevice.generation.inputs import hints_of
+from lightning_ort.onnx_reader import OnnxModule
 
-__all__ = ["Inference", "LossOf", "Objective", "StepLoss"]
+__all__ = [
+    "Inference",
+    "Loss",
+    "LossOf",
+    "LossType",
+    "ModuleForward",
+    "Objective",
+    "StepLoss",
+    "is_block",
+    "loss_function",
+    "target_name",
+]
 
 LOSS = "loss"
 
@@ -145,3 +161,149 @@ def _check(loss: Any, what: str) -> None:
         raise ValueError(f"{what} is a {type(loss).__name__}; expected a tensor with one number")
     if loss.numel() != 1 or not loss.is_floating_point():
         raise ValueError(f"{what} is {loss.dtype} of shape {tuple(loss.shape)}; expected one floating-point number")
+
+
+Loss = Callable[..., Tensor]
+"""From the results of a model and the targets to a scalar."""
+
+
+class LossType(enum.Enum):
+    """Losses of artifacts that have a name."""
+
+    MSELoss = 1
+    CrossEntropyLoss = 2
+    BCEWithLogitsLoss = 3
+    L1Loss = 4
+
+
+_NAMED: dict[str, Callable[[], nn.Module]] = {
+    "MSELoss": nn.MSELoss,
+    "CrossEntropyLoss": nn.CrossEntropyLoss,
+    "BCEWithLogitsLoss": nn.BCEWithLogitsLoss,
+    "L1Loss": nn.L1Loss,
+}
+
+
+def loss_function(loss: Any) -> Loss | None:
+    """``loss`` itself, or the function of a name such as ``"MSELoss"``, or of a :class:`LossType` (ONNX Runtime's too).
+
+    Raises:
+        ValueError: an unknown name.
+        TypeError: something that cannot be called.
+    """
+    if loss is None:
+        return None
+    name = loss if isinstance(loss, str) else getattr(loss, "name", None)
+    if isinstance(name, str) and not isinstance(loss, nn.Module) and not callable(loss):
+        if name not in _NAMED:
+            raise ValueError(f"loss={loss!r}: expected one of {', '.join(_NAMED)}, or a function.")
+        return _NAMED[name]()
+    if not callable(loss) or isinstance(loss, type):
+        raise TypeError(
+            f"loss={loss!r} is no loss function; expected one of {', '.join(_NAMED)}, a function of torch tensors, or "
+            "an onnxblock for an ONNX model."
+        )
+    if is_block(loss):
+        raise TypeError(
+            f"loss={loss!r} is an onnxblock, which adds to an ONNX model; for a module write the loss in torch."
+        )
+    return loss
+
+
+def is_block(value: Any) -> bool:
+    """Whether ``value`` is an ``onnxblock.Block``, of this package or of ONNX Runtime's training build."""
+    places = ("lightning_ort.ondevice.onnxblock.", "onnxruntime.training.onnxblock.")
+    return any(b.__name__ == "Block" and b.__module__.startswith(places) for b in type(value).__mro__)
+
+
+def target_name(loss: Any) -> str:
+    """What the input for the targets is called where nobody says: as in ONNX Runtime's artifacts."""
+    return "labels" if isinstance(loss, nn.CrossEntropyLoss) else "target"
+
+
+class ModuleForward:
+    """Makes a region of ``objective``; see :class:`~lightning_ort.compiler.aot.forward.Forward`.
+
+    Args:
+        objective: what is computed.
+        infos: its inputs.
+        example: of the inputs; it is traced with those sizes before others.
+
+    Attributes:
+        parameters: name to parameter.
+        buffers: name to buffer.
+        hints: sizes to trace with.
+        requiring_grad: names of the parameters that require a gradient.
+
+    Raises:
+        ValueError: an input is called like a parameter.
+    """
+
+    def __init__(
+        self, objective: Objective, infos: Sequence[InputInfo], example: Mapping[str, Tensor] | None = None
+    ) -> None:
+        self.objective, self.infos = objective, list(infos)
+        self.hints = hints_of(infos, example)
+        self.input_names = [i.name for i in infos]
+        self.output_names: list[str] = []
+        self.parameters: dict[str, Tensor] = {}
+        self.buffers: dict[str, Tensor] = {}
+        self.requiring_grad: list[str] = []
+        self._paths: dict[str, str] = {}
+        model = objective.model
+        known = {}
+        if isinstance(model, OnnxModule):
+            known = {f"model.{path}": name for path, name in (model.parameter_names | model.buffer_names).items()}
+        for path, parameter in objective.named_parameters():
+            name = self._name(path, known)
+            self.parameters[name] = parameter.detach()
+            if parameter.requires_grad:
+                self.requiring_grad.append(name)
+        for path, buffer in objective.named_buffers():
+            self.buffers[self._name(path, known)] = buffer
+        clash = sorted(set(self.input_names) & set(self._paths))
+        if clash:
+            raise ValueError(f"{clash} are names of inputs and of parameters; give the inputs other names.")
+
+    def _name(self, path: str, known: dict[str, str]) -> str:
+        name = known.get(path, path.removeprefix("model."))
+        self._paths[name] = path
+        return name
+
+    def call(self, tensors: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The results with these parameters and buffers, which are changed where the objective changes its own."""
+        state = {self._paths[n]: t for n, t in tensors.items()}
+        results = torch.func.functional_call(self.objective, state, tuple(inputs))
+        for name, tensor in tensors.items():
+            # a buffer that was given another tensor instead of being changed
+            if state[self._paths[name]] is not tensor:
+                tensor.copy_(state[self._paths[name]])
+        self.output_names = list(results)
+        return list(results.values())
+
+    def region(self, differentiated: Sequence[str]) -> Region:
+        """The objective as a function of its tensors and inputs."""
+        tensors = self.parameters | self.buffers
+        root = nn.Module()
+        root.call = _Call(self, list(tensors), differentiated)
+        graph = fx.Graph()
+        places = [graph.placeholder(f"tensor_{i}") for i in range(len(tensors))]
+        inputs = [graph.placeholder(f"input_{i}") for i in range(len(self.infos))]
+        graph.output(graph.call_module("call", (places, inputs)))
+        return Region(fx.GraphModule(root, graph), tensors)
+
+
+class _Call(nn.Module):
+    """The objective on other tensors than its own, after the sum of what is differentiated."""
+
+    def __init__(self, forward: ModuleForward, names: Sequence[str], differentiated: Sequence[str]) -> None:
+        super().__init__()
+        # in a list, so that the objective does not become a part of this module
+        self._forward, self._names, self._differentiated = [forward], list(names), list(differentiated)
+
+    def forward(self, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Any]:
+        forward = self._forward[0]
+        results = forward.call(dict(zip(self._names, tensors, strict=True)), inputs)
+        named = dict(zip(forward.output_names, results, strict=True))
+        names = self._differentiated or forward.output_names[:1]
+        return [weighted_sum([named[n] for n in names], [None] * len(names)), *results]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,17 +11,25 @@ import onnx
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torchmetrics import Metric
 
-from lightning_ort.ondevice.generation.copying import without_side_effects
+from lightning_ort.compiler.aot.inputs import InputInfo, input_infos
+from lightning_ort.ondevice.generation.built import with_loss
 from lightning_ort.ondevice.generation.inputs import Axes, Example, arguments_of, example_of, infos_of
-from lightning_ort.ondevice.generation.losses import Loss, loss_function, target_name
-from lightning_ort.ondevice.generation.objectives import Inference, LossOf, Objective, StepLoss
-from lightning_ort.onnx_gradients.inputs import InputInfo, input_infos
+from lightning_ort.ondevice.generation.objectives import (
+    Inference,
+    Loss,
+    LossOf,
+    Objective,
+    StepLoss,
+    is_block,
+    loss_function,
+    target_name,
+)
 from lightning_ort.onnx_reader import to_torch
-from lightning_ort.onnx_reader.load import load
-from lightning_ort.onnx_reader.parameters import state_initializers
+from lightning_ort.onnx_reader.load import load, name_of, parsed, state_initializers, trainable_initializers, using
 
-__all__ = ["Source", "onnx_source", "torch_source"]
+__all__ = ["Source", "onnx_source", "torch_source", "without_side_effects"]
 
 
 @dataclasses.dataclass
@@ -33,6 +42,8 @@ class Source:
         inference: the results alone; ``None`` if the model gives none without targets.
         inference_infos: the inputs of ``inference``.
         example: inputs of ``objective``, where the user gave some.
+        results: names of the results that ``inference`` gives, where ``objective`` gives others as well.
+        returned: further names that an onnxblock returned after the loss.
     """
 
     objective: Objective
@@ -40,6 +51,8 @@ class Source:
     inference: Inference | None
     inference_infos: list[InputInfo]
     example: dict[str, Tensor] | None
+    results: Sequence[str] | None = None
+    returned: Sequence[str] = ()
 
 
 def torch_source(
@@ -109,22 +122,31 @@ def _lightning_source(
 
 
 def onnx_source(
-    model: Any, inputs: Any, loss: Any, parameters: Sequence[str] | None, loss_inputs: Sequence[str] | None
+    model: Any,
+    inputs: Any,
+    loss: Any,
+    parameters: Sequence[str] | None,
+    loss_inputs: Sequence[str] | None,
+    additional: Sequence[str] = (),
 ) -> Source:
     """Of an ONNX model.
 
     Args:
         parameters: initializers that become parameters; by default those that a gradient can reach.
+        additional: results that are given besides the loss.
 
     Raises:
         ValueError: it has no output that the loss could be computed from.
     """
+    if is_block(loss):
+        return _block_source(parsed(model), inputs, loss, parameters, loss_inputs, additional)
     proto = load(model)
     if parameters is not None:
         state = state_initializers(proto)  # the training wheel wants running statistics listed
         parameters = [n for n in parameters if n not in state]
-    module = to_torch(proto, parameters)
-    infos = input_infos(proto)
+    with using(name_of(model)):
+        module = to_torch(proto, parameters)
+        infos = input_infos(proto)
     inference = Inference(module, [None] * len(infos), module.output_names)
     loss_fn = loss_function(loss)
     objective = LossOf(inference, loss_fn, loss_inputs or (module.output_names if loss_fn is not None else None))
@@ -133,14 +155,49 @@ def onnx_source(
         name = target_name(loss_fn)
         source = loss_inputs[0] if loss_inputs else module.output_names[0]
         all_infos.append(_target(proto, name, source, loss_fn))
-    example = None
-    if inputs is not None:
-        given = example_of(inputs, [i.name for i in all_infos]).tensors
-        missing = [i.name for i in all_infos if i.name not in given]
-        if missing:
-            raise ValueError(f"inputs lacks {', '.join(missing)}.")
-        example = {i.name: given[i.name] for i in all_infos}
+    example = _example(inputs, all_infos)
     return Source(objective, all_infos, inference if loss_fn is not None else None, infos, example)
+
+
+def _block_source(
+    forward: onnx.ModelProto,
+    inputs: Any,
+    block: Any,
+    parameters: Sequence[str] | None,
+    loss_inputs: Sequence[str] | None,
+    additional: Sequence[str],
+) -> Source:
+    """Of a model with the loss of an onnxblock."""
+    built, losses, made = with_loss(forward, block, loss_inputs, additional)
+    proto = load(built)
+    if parameters is None:
+        # the numbers in a loss are no parameters
+        own = {i.name for i in forward.graph.initializer} | set(made)
+        parameters = [n for n in trainable_initializers(proto) if n in own]
+    state = state_initializers(proto)
+    module = to_torch(proto, [n for n in parameters if n not in state])
+    infos = input_infos(proto)
+    inference = Inference(module, [None] * len(infos), module.output_names)
+    own_inputs = {i.name for i in forward.graph.input}
+    return Source(
+        LossOf(inference, None),
+        infos,
+        inference,
+        [i for i in infos if i.name in own_inputs],
+        _example(inputs, infos),
+        [o.name for o in forward.graph.output if o.name != losses[0]],
+        losses[1:],
+    )
+
+
+def _example(inputs: Any, infos: Sequence[InputInfo]) -> dict[str, Tensor] | None:
+    if inputs is None:
+        return None
+    given = example_of(inputs, [i.name for i in infos]).tensors
+    missing = [i.name for i in infos if i.name not in given]
+    if missing:
+        raise ValueError(f"inputs lacks {', '.join(missing)}.")
+    return {i.name: given[i.name] for i in infos}
 
 
 def _target(proto: onnx.ModelProto, name: str, source: str, loss_fn: Loss) -> InputInfo:
@@ -156,3 +213,42 @@ def _target(proto: onnx.ModelProto, name: str, source: str, loss_fn: Loss) -> In
             )
         return InputInfo(name, torch.int64, (info.shape[0], *info.shape[2:]))
     return info
+
+
+def without_side_effects(module: nn.Module) -> nn.Module:
+    """A copy whose counters and lists are its own, which logs nothing and whose metrics compute nothing.
+
+    A metric gives NaN, so that a loss that depends on one is found out when the graphs are checked.
+
+    Raises:
+        ValueError: the module cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in [*module.parameters(), *module.buffers()]:
+        memo[id(tensor)] = tensor
+    for part in module.modules():
+        if isinstance(part, LightningModule):
+            for owner in (part._trainer, part._fabric):
+                if owner is not None:
+                    memo[id(owner)] = None
+    try:
+        found = copy.deepcopy(module, memo)
+    except Exception as error:
+        raise ValueError(
+            f"{type(module).__name__} cannot be copied ({error}), so that its steps cannot be traced without changing "
+            "it. Give the network that it holds, and a loss function."
+        ) from error
+    for part in found.modules():
+        if isinstance(part, LightningModule):
+            part.__dict__.update(log=_nothing, log_dict=_nothing)
+        if isinstance(part, Metric):
+            part.__dict__.update(forward=_not_a_number, compute=_not_a_number, update=_nothing)
+    return found
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _not_a_number(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.tensor(torch.nan)

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
-import onnx
 import onnx_ir as ir
-import torch
-from onnx import helper
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from lightning_ort.compiler.aot.emit import described, written
+from lightning_ort.compiler.aot.inputs import InputInfo
+from lightning_ort.compiler.aot.joint import GRAD, NEW, Joint, trace_joint
+from lightning_ort.compiler.aot.step_graph import StepGraph
 from lightning_ort.compiler.dynamo import no_fast_path
 from lightning_ort.compiler.passes import standardize
-from lightning_ort.ondevice.generation.forward import ModuleForward
-from lightning_ort.ondevice.step_graph import StepGraph
-from lightning_ort.onnx_gradients.inputs import InputInfo
-from lightning_ort.onnx_gradients.joint import GRAD, NEW, Joint, trace_joint
-from lightning_ort.onnx_gradients.writing import written
-from lightning_ort.runtime.dtypes import ONNX
+from lightning_ort.ondevice.generation.objectives import ModuleForward
 
 __all__ = ["evaluation_graph", "part_of", "training_graph"]
 
@@ -105,7 +100,8 @@ def _what(forward: ModuleForward) -> str:
 def _graph(
     forward: ModuleForward, joint: Joint, fed: Collection[str], trained: Sequence[str], changed: Sequence[str]
 ) -> StepGraph:
-    model = standardize(written(joint, _described(forward, joint), fed=fed))
+    forward.infos = joint.infos
+    model = standardize(written(joint, described(joint, forward.output_names), fed=fed))
     taken = {str(v.name) for v in model.graph.inputs}
     return StepGraph(
         model,
@@ -115,30 +111,3 @@ def _graph(
         {name: f"{name}{GRAD}" for name in trained},
         {name: f"{name}{NEW}" for name in changed},
     )
-
-
-def _described(forward: ModuleForward, joint: Joint) -> onnx.ModelProto:
-    """A model that has nothing but the inputs and outputs, as they are to be declared."""
-    sizes: dict[str, str] = {}
-    for info in forward.infos:
-        for size, expression in zip(info.shape, joint.inputs[info.name].meta["val"].shape, strict=True):
-            if isinstance(size, str):
-                sizes[str(expression)] = size
-    inputs = [_value(i) for i in forward.infos]
-    outputs = []
-    for name in forward.output_names:
-        fake = joint.results[name].meta["val"]
-        shape = tuple(s if isinstance(s, int) else _size(s, sizes) for s in fake.shape)
-        outputs.append(_value(InputInfo(name, fake.dtype, shape)))
-    return helper.make_model(helper.make_graph([], "step", inputs, outputs))
-
-
-def _size(size: torch.SymInt, names: dict[str, str]) -> str:
-    text = str(size)
-    for symbol in sorted(names, key=len, reverse=True):
-        text = text.replace(symbol, names[symbol])
-    return text
-
-
-def _value(info: InputInfo) -> Any:
-    return helper.make_tensor_value_info(info.name, int(ONNX[info.dtype]), list(info.shape))

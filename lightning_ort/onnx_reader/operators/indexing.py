@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_ort.errors import UnsupportedError
 from lightning_ort.onnx_reader.registry import operator
 
 __all__: list[str] = []
@@ -59,3 +60,49 @@ def compress(x: Tensor, condition: Tensor, *, axis: int | None = None) -> Tensor
 @operator("NonZero")
 def nonzero(x: Tensor) -> Tensor:
     return x.nonzero().t()
+
+
+@operator("LabelEncoder", domain="ai.onnx.ml")
+def label_encoder(
+    x: Tensor,
+    *,
+    keys_int64s: list[int] | None = None,
+    keys_floats: list[float] | None = None,
+    values_int64s: list[int] | None = None,
+    values_floats: list[float] | None = None,
+    default_int64: int = -1,
+    default_float: float = 0.0,
+    default_string: str = "",
+) -> Tensor:
+    keys, values = keys_int64s or keys_floats, values_int64s or values_floats
+    if keys is None or values is None:
+        raise ValueError("keys and values must be numbers: there are no tensors of strings")
+    whole = values_int64s is not None
+    default, dtype = (default_int64, torch.int64) if whole else (default_float, torch.float32)
+    found = torch.full_like(x, default, dtype=dtype)
+    # the first of equal keys counts
+    for key, value in reversed(list(zip(keys, values, strict=True))):
+        found = torch.where(x.isnan() if key != key else x == key, value, found)
+    return found
+
+
+_REDUCE = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
+
+
+@operator("ScatterElements")
+def scatter_elements(
+    data: Tensor, indices: Tensor, updates: Tensor, *, axis: int = 0, reduction: str = "none"
+) -> Tensor:
+    index = from_start(indices, data.shape[axis])
+    if reduction == "none":
+        return torch.scatter(data, axis, index, updates)
+    if reduction == "add":
+        return torch.scatter_add(data, axis, index, updates)
+    return torch.scatter_reduce(data, axis, index, updates, _REDUCE[reduction], include_self=True)
+
+
+@operator("ScatterND")
+def scatter_nd(data: Tensor, indices: Tensor, updates: Tensor, *, reduction: str = "none") -> Tensor:
+    if reduction not in ("none", "add"):
+        raise UnsupportedError(f"ScatterND: reduction {reduction!r} cannot be read; 'none' and 'add' can.")
+    return torch.index_put(data, nd_index(data, indices), updates, accumulate=reduction == "add")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_ort.onnx_reader.registry import operator
+from lightning_ort.onnx_reader.registry import CONTRIB, operator
 
 __all__: list[str] = []
 
@@ -82,3 +82,8 @@ def cumsum(x: Tensor, axis: int | list[int], *, exclusive: int = 0, reverse: int
     total = torch.cumsum(x, dim, dtype=x.dtype)
     total = total - x if exclusive else total
     return total.flip(dim) if reverse else total
+
+
+@operator("ReduceAllL2", domain=CONTRIB)
+def reduce_all_l2(*tensors: Tensor) -> Tensor:
+    return torch.stack([t.square().sum() for t in tensors]).sum().sqrt()

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_ort.optim.rules.adam import Adam
+from lightning_ort.optim.rules.rule import Rule
 from lightning_ort.runtime.config import RuntimeConfig
-from lightning_ort.updates.adam import Adam
-from lightning_ort.updates.rule import Rule
 
 __all__ = ["FusedAdam"]
 
 
 class FusedAdam:
-    """Does in one pass what an :class:`~lightning_ort.updates.Update` by the rule :class:`Adam` does.
+    """Does in one pass what an :class:`~lightning_ort.optim.rules.Update` by the rule :class:`Adam` does.
 
     ONNX Runtime has no kernel that reads a gradient and writes all that depends on it; its operators pass over the
     memory a dozen times, which takes three to five times as long.
@@ -52,7 +52,7 @@ class FusedAdam:
     def can_do(rule: Rule, params: Sequence[Tensor], config: RuntimeConfig) -> bool:
         """Whether there is such a kernel for these parameters, and the user lets torch do what it does faster."""
         return (
-            config.placement == "fastest"
+            config.placement != "onnxruntime"
             and isinstance(rule, Adam)
             and rule.decay != "after"
             and not rule.amsgrad

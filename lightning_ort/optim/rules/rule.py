@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-__all__ = ["Rule"]
+__all__ = ["Decayed", "Rule"]
 
 
 class Rule:
@@ -45,3 +47,31 @@ class Rule:
             c: coefficient name to a scalar tensor.
         """
         raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Decayed(Rule):
+    """``rule`` with a share of the weight added to its gradient, as ``weight_decay`` of torch's Adam and SGD does.
+
+    The share is the last of the coefficients.
+    """
+
+    rule: Rule
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        return self.rule.states
+
+    @property
+    def coefficients(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (*self.rule.coefficients, "weight_decay")
+
+    @property
+    def elementwise(self) -> bool:  # type: ignore[override]
+        return self.rule.elementwise
+
+    def formula(
+        self, param: Tensor, grad: Tensor, scale: Tensor, states: Sequence[Tensor], c: Mapping[str, Tensor]
+    ) -> tuple[Tensor, ...]:
+        decayed = scale * grad + c["weight_decay"] * param
+        return self.rule.formula(param, decayed, torch.ones_like(scale), states, c)

@@ -1,4 +1,4 @@
-"""Stochastic gradient descent with momentum."""
+"""Plain stochastic gradient descent."""
 
 from __future__ import annotations
 
@@ -7,9 +7,21 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from lightning_ort.updates.rule import Rule
+from lightning_ort.optim.rules.rule import Rule
 
-__all__ = ["Momentum"]
+__all__ = ["SGD", "Momentum"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SGD(Rule):
+    """The gradient times the learning rate, taken from the weight."""
+
+    coefficients = ("lr",)
+
+    def formula(
+        self, param: Tensor, grad: Tensor, scale: Tensor, states: Sequence[Tensor], c: Mapping[str, Tensor]
+    ) -> tuple[Tensor, ...]:
+        return (param - (c["lr"] * scale) * grad,)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,15 +1,18 @@
-"""The optimizers whose updates ONNX Runtime can make."""
+"""What ONNX Runtime must know of a class of torch optimizers to make its updates."""
 
 from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
-from lightning_ort.optim.adamw import AdamW
-from lightning_ort.optim.lamb import Lamb
-from lightning_ort.optimizer_steps.family import Family, Group
-from lightning_ort.updates import (
+from lightning_ort.optim.kinds import TORCH_STATES
+from lightning_ort.optim.optimizers import AdamW, Lamb
+from lightning_ort.optim.rules import (
     SGD,
     Adadelta,
     Adagrad,
@@ -22,9 +25,69 @@ from lightning_ort.updates import (
     RMSprop,
     Rule,
 )
-from lightning_ort.updates import Lamb as LambRule
+from lightning_ort.optim.rules import Lamb as LambRule
 
-__all__ = ["FAMILIES"]
+__all__ = ["FAMILIES", "Family", "Group"]
+
+Group = Mapping[str, Any]
+"""One of ``param_groups``."""
+
+
+class Family(abc.ABC):
+    """How the settings and states of one torch optimizer go into a rule.
+
+    Attributes:
+        counters: names of the states that are single numbers, among them ``step``.
+    """
+
+    counters: tuple[str, ...] = ("step",)
+
+    @abc.abstractmethod
+    def rule(self, group: Group, decay: bool) -> Rule:
+        """What an update of the group computes; with ``decay``, some group has a weight decay."""
+
+    @abc.abstractmethod
+    def names(self, rule: Rule) -> tuple[str, ...]:
+        """torch's names of the states of ``rule``."""
+
+    @abc.abstractmethod
+    def numbers(self, group: Group, count: float, product: float, first: bool) -> tuple[float, ...]:
+        """Coefficients of the rule (but for that of :class:`Decayed`).
+
+        Args:
+            group: settings.
+            count: number of this update, from 1.
+            product: see :meth:`factor`.
+            first: these parameters had no states before this update.
+        """
+
+    def factor(self, group: Group, count: float) -> float:
+        """What the second counter is to be multiplied by before this update; for optimizers that have one."""
+        return 1.0
+
+    def initial(self, p: Tensor, group: Group, names: tuple[str, ...], defaults: Group) -> dict[str, Tensor]:
+        """The states that torch would make for ``p`` in its first step."""
+        states: dict[str, Tensor] = {}
+        if "step" in self.counters:
+            # as torch: beside the parameter where its fused kernel would count
+            fused = bool(group.get("fused"))
+            wide = torch.get_default_dtype() == torch.float64 and not fused
+            dtype = torch.float64 if wide else torch.float32
+            states["step"] = torch.zeros((), dtype=dtype, device=p.device if fused else "cpu")
+        return states | {name: torch.zeros_like(p, memory_format=torch.preserve_format) for name in names}
+
+    def limit(self, group: Group) -> float:
+        """Largest norm of the gradients; infinite where they are not clipped."""
+        return float("inf")
+
+    def all_numbers(self, rule: Rule, group: Group, count: float, product: float, first: bool) -> tuple[float, ...]:
+        """Coefficients of ``rule``."""
+        found = self.numbers(group, count, product, first)
+        if isinstance(rule, Decayed):
+            # the penalty is added to the gradient before that changes its sign
+            decay = float(group["weight_decay"])
+            found = (*found, -decay if group["maximize"] else decay)
+        return found
 
 
 def _penalized(rule: Rule, decay: bool) -> Rule:
@@ -44,7 +107,7 @@ class _SGD(Family):
         return _penalized(Momentum(bool(group["nesterov"])) if group["momentum"] != 0 else SGD(), decay)
 
     def names(self, rule: Rule) -> tuple[str, ...]:
-        return ("momentum_buffer",) if rule.states else ()
+        return tuple(TORCH_STATES[state] for state in rule.states)
 
     def numbers(self, group: Group, count: float, product: float, first: bool) -> tuple[float, ...]:
         lr, momentum, maximize = float(group["lr"]), float(group["momentum"]), bool(group["maximize"])
@@ -60,7 +123,7 @@ class _Adam(Family):
         return _penalized(Adam("none", bool(group["amsgrad"])), decay)
 
     def names(self, rule: Rule) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: len(rule.states)]
+        return tuple(TORCH_STATES[state] for state in rule.states)
 
     def numbers(self, group: Group, count: float, product: float, first: bool) -> tuple[float, ...]:
         return Adam.numbers(
@@ -92,7 +155,7 @@ class _NAdam(Family):
         return NAdam(decay) if decoupled else _penalized(NAdam(), decay)
 
     def names(self, rule: Rule) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq")
+        return tuple(TORCH_STATES[state] for state in rule.states)
 
     def factor(self, group: Group, count: float) -> float:
         return NAdam.momentum(float(group["betas"][0]), float(group["momentum_decay"]), count)
@@ -118,7 +181,7 @@ class _RAdam(Family):
         return RAdam(decay) if decoupled else _penalized(RAdam(), decay)
 
     def names(self, rule: Rule) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq")
+        return tuple(TORCH_STATES[state] for state in rule.states)
 
     def numbers(self, group: Group, count: float, product: float, first: bool) -> tuple[float, ...]:
         return RAdam.numbers(*_moments(group), float(group["weight_decay"]), count, maximize=bool(group["maximize"]))
@@ -183,7 +246,7 @@ class _Adadelta(Family):
 
 class _AdamLike(Family):
     def names(self, rule: Rule) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq")
+        return tuple(TORCH_STATES[state] for state in rule.states)
 
     def limit(self, group: Group) -> float:
         return float(group["max_norm"])

@@ -11,14 +11,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ort.errors import MismatchError
-from lightning_ort.optimizer_steps.members import Member
+from lightning_ort.optim.torch_optim.members import Member
+from lightning_ort.verification import UPDATE, UPDATE_ROUNDING, distance, largest
 
 __all__ = ["FirstUpdate"]
-
-# share of the largest change of a weight, or of the largest entry of a state
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-7}
-# how much farther than torch from the result in float64
-_ROUNDING_FACTOR = 3
 
 
 class FirstUpdate:
@@ -45,12 +41,12 @@ class FirstUpdate:
             for n, (got, old, wanted) in enumerate(zip(_tensors(m), before, expected, strict=True)):
                 # a weight is judged by its change, which may be tiny beside it
                 scale = wanted - old if n == 0 else wanted
-                off, allowed = _distance(got, wanted), _allowed(wanted, scale)
+                off, allowed = distance(got, wanted), _allowed(wanted, scale)
                 if off <= allowed:
                     continue
                 exact = exact or self._updated(torch.float64)
-                theirs, ours = _distance(wanted.double(), exact[k][n]), _distance(got.double(), exact[k][n])
-                if ours <= _ROUNDING_FACTOR * theirs:
+                theirs, ours = distance(wanted.double(), exact[k][n]), distance(got.double(), exact[k][n])
+                if ours <= UPDATE_ROUNDING * theirs:
                     continue
                 self._restore()
                 what = "the new value" if n == 0 else f"state {(*m.names, 'step')[n - 1]!r}"
@@ -118,19 +114,5 @@ def _counter_names(member: Member, state: Any) -> list[str]:
     return [name for name in ("step", "mu_product") if name in state][: len(member.counters)]
 
 
-def _distance(a: Tensor, b: Tensor) -> float:
-    """Largest difference of entries, infinite if one is finite and the other not."""
-    if not a.numel():
-        return 0.0
-    finite = torch.isfinite(b)
-    if not torch.equal(torch.isfinite(a), finite):
-        return float("inf")
-    return float((a - b)[finite].abs().max()) if bool(finite.any()) else 0.0
-
-
 def _allowed(wanted: Tensor, scale: Tensor) -> float:
-    def largest(t: Tensor) -> float:
-        t = t[torch.isfinite(t)]
-        return float(t.abs().max()) if t.numel() else 0.0
-
-    return _TOLERANCE[wanted.dtype] * largest(scale) + 4 * torch.finfo(wanted.dtype).eps * largest(wanted)
+    return UPDATE[wanted.dtype] * largest(scale) + 4 * torch.finfo(wanted.dtype).eps * largest(wanted)

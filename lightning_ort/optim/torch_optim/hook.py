@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_ort.errors import UnsupportedError
-from lightning_ort.optimizer_steps.choice import why_torch_is_faster
-from lightning_ort.optimizer_steps.members import InTorch
-from lightning_ort.optimizer_steps.stepper import OptimizerStepper, why_not
+from lightning_ort.optim.optimizers import Lamb
+from lightning_ort.optim.torch_optim.members import InTorch
+from lightning_ort.optim.torch_optim.stepper import OptimizerStepper, why_not
 from lightning_ort.report import InTorch as Entry
-from lightning_ort.report import OptimizerReport
+from lightning_ort.report import OptimizerReport, Report
 from lightning_ort.runtime.config import RuntimeConfig
 
-__all__ = ["Mode", "StepHook"]
+__all__ = ["HookedOptimizers", "Mode", "StepHook", "why_torch_is_faster"]
 
 Mode = Literal["auto", "torch", "ort"]
 
@@ -132,3 +134,92 @@ class _Updated(list):
     def __iter__(self) -> Iterator[Any]:
         self._optimizer.param_groups = self._groups
         return iter(())
+
+
+class HookedOptimizers:
+    """Keeps a hook in the step of each optimizer in use.
+
+    Args:
+        mode: see :class:`StepHook`; with ``"torch"`` there are none.
+        config: how sessions are made.
+        verify: compare the first update of each graph with torch's.
+        refuse: raise where torch would have to make an update.
+        report: where to enter what happens.
+    """
+
+    def __init__(self, mode: Mode, config: RuntimeConfig, *, verify: bool, refuse: bool, report: Report) -> None:
+        self._mode, self._config, self._verify, self._refuse = mode, config, verify, refuse
+        self._report = report
+        self._hooks: list[StepHook] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        # copies of optimizers have no hooks
+        return {**vars(self), "_hooks": []}
+
+    def attach(self, optimizers: Iterable[Any]) -> None:
+        """Hook those that are not hooked yet, and let go of those that are no longer used.
+
+        Raises:
+            UnsupportedError: with ``refuse``, an optimizer that ONNX Runtime can make no updates of.
+        """
+        # wrapped by users or not; what stands in for no optimizer at all is Lightning's own
+        unwrapped = [o.optimizer if isinstance(o, LightningOptimizer) else o for o in optimizers]
+        wanted = {
+            id(o): o
+            for o in unwrapped
+            if isinstance(o, Optimizer) and not type(o).__module__.startswith("lightning.") and self._mode != "torch"
+        }
+        for hook in self._hooks:
+            if id(hook.optimizer) not in wanted:
+                hook.remove()
+        self._hooks = [hook for hook in self._hooks if id(hook.optimizer) in wanted]
+        hooked = {id(hook.optimizer) for hook in self._hooks}
+        for optimizer in [o for key, o in wanted.items() if key not in hooked]:
+            report = OptimizerReport(type(optimizer).__name__)
+            self._hooks.append(
+                StepHook(
+                    optimizer,
+                    self._mode,
+                    self._config,
+                    verify=self._verify,
+                    refuse=self._refuse,
+                    report=report,
+                    announce=rank_zero_info,
+                )
+            )
+            self._report.optimizers.append(report)
+
+    def remove(self) -> None:
+        """Leave all updates to torch from now on."""
+        self.attach(())
+
+
+FEWEST = 6
+"""Tensors from which one graph for all of them is faster than a handful of torch calls for each."""
+
+LARGEST = 2048
+"""Elements of an average tensor up to which it is; beyond, the passes over memory decide, where torch needs fewer."""
+
+
+def why_torch_is_faster(optimizer: Optimizer) -> str | None:
+    """Why torch's own update of ``optimizer`` is at least as fast; ``None`` if ONNX Runtime's is faster.
+
+    It depends on class, settings and sizes alone, so that the same program always gets the same answer.
+    """
+    groups = optimizer.param_groups
+    params = [p for group in groups for p in group["params"] if p.requires_grad]
+    if any(p.device.type != "cpu" for p in params):
+        return "nothing has been measured on a device other than the CPU"
+    for flag in ("fused", "foreach"):
+        if any(group.get(flag) for group in groups):
+            return f"{flag}=True is at least as fast"
+    if type(optimizer) is torch.optim.SGD:
+        return "SGD is too little work to hand over"
+    elements = sum(p.numel() for p in params) / max(len(params), 1)
+    largest = 2 * LARGEST if type(optimizer) is Lamb else LARGEST
+    if len(params) < FEWEST or elements > largest:
+        return (
+            f"it has {len(params)} tensors of {elements:.0f} elements on average; ONNX Runtime is faster from {FEWEST} "
+            f"tensors on, of {largest} elements at most"
+        )
+    return None

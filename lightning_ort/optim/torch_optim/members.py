@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_ort.optimizer_steps.family import Family, Group
-from lightning_ort.updates import Rule
+from lightning_ort.optim.rules import Rule
+from lightning_ort.optim.torch_optim.families import Family, Group
 
 __all__ = ["InTorch", "Member", "Members"]
 

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ort.optimizer_steps.families import FAMILIES
-from lightning_ort.optimizer_steps.family import Group
-from lightning_ort.optimizer_steps.first_update import FirstUpdate
-from lightning_ort.optimizer_steps.members import InTorch, Member, Members
+from lightning_ort.optim.kinds import known_class
+from lightning_ort.optim.rules import Rule
+from lightning_ort.optim.torch_optim.families import FAMILIES, Group
+from lightning_ort.optim.torch_optim.first_update import FirstUpdate
+from lightning_ort.optim.torch_optim.members import InTorch, Member, Members
+from lightning_ort.optim.update import Update
 from lightning_ort.runtime.config import RuntimeConfig
-from lightning_ort.updates import Rule, Update
 
 __all__ = ["OptimizerStepper", "why_not"]
 
@@ -54,9 +55,12 @@ class _Plan:
 def why_not(optimizer: Optimizer) -> str | None:
     """Why no update of ``optimizer`` can be made in ONNX Runtime; ``None`` if some can."""
     kind = type(optimizer)
-    if kind not in FAMILIES:
+    if known_class(optimizer) not in FAMILIES:
         known = ", ".join(dict.fromkeys(k.__name__ for k in FAMILIES))
-        return f"{kind.__module__}.{kind.__qualname__} is not known to lightning_ort, which has {known} (no subclasses)"
+        return (
+            f"{kind.__module__}.{kind.__qualname__} is not known to lightning_ort, which has {known} (and subclasses "
+            "without a step of their own)"
+        )
     return None
 
 
@@ -75,7 +79,7 @@ class OptimizerStepper:
 
     def __init__(self, optimizer: Optimizer, config: RuntimeConfig, *, verify: bool) -> None:
         self._optimizer, self._config, self._verify = optimizer, config, verify
-        self._family = FAMILIES[type(optimizer)]
+        self._family = FAMILIES[known_class(optimizer)]  # type: ignore[index]
         self._members = Members(optimizer, self._family)
         self._plans: dict[Any, _Plan] = {}
         self._last: dict[Rule, _Plan] = {}

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
+import onnx
 import onnx_ir as ir
 import torch
+from onnx import helper, numpy_helper
 from onnx_ir.passes.common import IdentityEliminationPass
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -16,10 +20,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from lightning_ort.compiler import decompositions
 from lightning_ort.compiler.lowering import GraphBuilder
 from lightning_ort.compiler.passes import optimize
-from lightning_ort.updates.pieces import Part, Piece
-from lightning_ort.updates.rule import Rule
+from lightning_ort.optim.rules.rule import Rule
 
-__all__ = ["Slot", "UpdateGraph"]
+__all__ = ["CHUNK", "CHUNK_ON_GPU", "SMALL", "Part", "Piece", "Slot", "UpdateGraph", "append_update", "pieces_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +43,7 @@ class UpdateGraph:
 
     Args:
         rule: applied to every piece.
-        pieces: see :func:`~lightning_ort.updates.pieces.pieces_of`.
+        pieces: see :func:`~lightning_ort.optim.update.graph.pieces_of`.
         dtypes: element type per group.
         clip: divide the gradients of a group by ``norm / limit`` where the norm of all gradients, scaled, is larger
             than the limit of the group.
@@ -182,3 +185,114 @@ def _clipped(total: Tensor, scale: Tensor, limit: Tensor) -> Tensor:
     """``scale``, divided by how much longer than ``limit`` the scaled gradient is; not by less than 1."""
     norm = total.sqrt() * scale
     return torch.where(norm > limit, scale * limit / norm, scale)
+
+
+_PREFIX = "apply_update/"
+
+
+def append_update(
+    graph: onnx.GraphProto,
+    update: UpdateGraph,
+    shapes: Sequence[Sequence[int]],
+    sources: Mapping[Slot, str],
+    target: Callable[[Slot], str],
+) -> None:
+    """Add the nodes of ``update``, whose tensors are flat, and its results as outputs of the shapes of the parameters.
+
+    Args:
+        graph: gets the nodes; must define the values ``sources``.
+        update: made of one piece per parameter.
+        shapes: per parameter.
+        sources: for each input of ``update`` the value that it reads.
+        target: name of the output for a result.
+    """
+    proto = ir.to_proto(update.model).graph
+    for value in [*proto.input, *proto.output, *proto.initializer]:
+        value.name = _PREFIX + value.name
+    for node in proto.node:
+        node.name = _PREFIX + node.name
+        for values in (node.input, node.output):
+            values[:] = [name and _PREFIX + name for name in values]
+    nodes: list[onnx.NodeProto] = []
+    for slot, value in zip(update.inputs, proto.input, strict=True):
+        if isinstance(slot.where, Part):
+            nodes.append(helper.make_node("Reshape", [sources[slot], f"{_PREFIX}flat"], [value.name]))
+        else:
+            nodes.append(helper.make_node("Identity", [sources[slot]], [value.name]))
+    nodes += proto.node
+    for slot, value in zip(update.outputs, proto.output, strict=True):
+        shape = list(shapes[slot.where.param]) if isinstance(slot.where, Part) else []
+        name = target(slot)
+        graph.initializer.append(numpy_helper.from_array(np.array(shape, np.int64), f"{name}/shape"))
+        nodes.append(helper.make_node("Reshape", [value.name, f"{name}/shape"], [name]))
+        graph.output.append(helper.make_tensor_value_info(name, value.type.tensor_type.elem_type, shape))
+    graph.initializer.append(numpy_helper.from_array(np.array([-1], np.int64), f"{_PREFIX}flat"))
+    graph.initializer.extend(proto.initializer)
+    graph.node.extend(nodes)
+
+
+CHUNK = 1 << 17
+"""Elements of a piece. Each node of an update is one pass over a piece, whose tensors should stay in the cache from
+one pass to the next: Adam for 3.7 million elements takes 8.7 ms in pieces of 128k, 11.3 ms in pieces of 16k (more
+nodes) and 16 ms in one (Zen 4, one thread)."""
+
+CHUNK_ON_GPU = 1 << 24
+"""The same on a GPU, where what counts is how many kernels are started and how much memory a pass needs (64 MB)."""
+
+SMALL = 1 << 14
+"""Elements below which a tensor is joined with others: a node takes one or two microseconds however little it does."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Elements ``start`` to ``stop`` of parameter number ``param``, counted in memory order."""
+
+    param: int
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Parts of parameters of one group, updated together."""
+
+    parts: tuple[Part, ...]
+    group: int
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+
+def pieces_of(
+    sizes: Sequence[int], groups: Sequence[int], *, elementwise: bool, chunk: int | None = None
+) -> list[Piece]:
+    """All elements of all parameters, each in exactly one piece.
+
+    Args:
+        sizes: number of elements per parameter.
+        groups: number of the group per parameter.
+        elementwise: whether parameters may be cut and joined.
+        chunk: elements of a piece, by default :data:`CHUNK`.
+    """
+    chunk = chunk or CHUNK
+    whole = [Part(i, 0, n) for i, n in enumerate(sizes) if n]
+    if not elementwise:
+        return [Piece((part,), groups[part.param]) for part in whole]
+    pieces: list[Piece] = []
+    joined: dict[int, list[Part]] = {}
+    for part in whole:
+        group = groups[part.param]
+        if len(part) < SMALL:
+            bucket = joined.setdefault(group, [])
+            bucket.append(part)
+            if sum(map(len, bucket)) >= chunk:
+                pieces.append(Piece(tuple(joined.pop(group)), group))
+            continue
+        # pieces of nearly the same size: a short remainder would have as many nodes as a full one
+        count = -(-len(part) // chunk)
+        cuts = [len(part) * k // count for k in range(count + 1)]
+        pieces += [Piece((Part(part.param, a, b),), group) for a, b in itertools.pairwise(cuts)]
+    return pieces + [Piece(tuple(parts), group) for group, parts in joined.items()]

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import onnx_ir as ir
 import torch
 from torch import Tensor
 
+from lightning_ort.optim.rules.rule import Rule
+from lightning_ort.optim.update.graph import CHUNK_ON_GPU, Part, Slot, UpdateGraph, pieces_of
 from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.runtime.session import OrtSession
-from lightning_ort.updates.graph import Slot, UpdateGraph
-from lightning_ort.updates.inplace import may_overwrite
-from lightning_ort.updates.memory import Spans, flat, memory_order
-from lightning_ort.updates.pieces import CHUNK_ON_GPU, Part, pieces_of
-from lightning_ort.updates.rule import Rule
 
-__all__ = ["Update"]
+__all__ = ["Spans", "Update", "flat", "may_overwrite", "memory_order", "reads_last"]
 
 _THREADED = 1 << 20
 """Elements from which a second thread pays; below, waking it takes longer than the passes."""
@@ -264,3 +262,87 @@ def _as_written(config: RuntimeConfig) -> RuntimeConfig:
     if isinstance(options, onnxruntime.SessionOptions):
         options = {"intra_op_num_threads": options.intra_op_num_threads}
     return RuntimeConfig(config.providers, config.provider_options, {**(options or {}), **level})
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
+    """The order of dimensions in which ``tensor`` is contiguous (channels last, transposed), if it is not so by itself.
+
+    ``None`` where it is, and where no order makes it so.
+    """
+    if tensor.is_contiguous():
+        return None
+    strides = tensor.stride()
+    order = tuple(sorted(range(len(strides)), key=lambda d: -strides[d]))
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def flat(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor | None:
+    """All elements in one dimension, as they lie in memory; ``None`` if that is not the order of dimensions given."""
+    ordered = tensor.detach() if order is None else tensor.detach().permute(order)
+    return ordered.view(-1) if ordered.is_contiguous() else None
+
+
+class Spans:
+    """The memory of some tensors.
+
+    Args:
+        tensors: contiguous, in whatever order of dimensions.
+
+    Attributes:
+        overlap: whether any two of them have memory in common.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors if t.numel())
+        self._starts, self._ends = [a for a, _ in spans], [b for _, b in spans]
+        self.overlap = any(end > start for end, start in zip(self._ends, self._starts[1:], strict=False))
+
+    def touch(self, tensor: Tensor) -> bool:
+        """Whether contiguous ``tensor`` has memory in common with any of them."""
+        start = tensor.data_ptr()
+        k = bisect.bisect_left(self._starts, start + tensor.numel() * tensor.element_size())
+        return k > 0 and self._ends[k - 1] > start
+
+
+# Each element of the result is computed from the elements at the same place, which have been read when it is written.
+_ELEMENTWISE = {"Add", "Sub", "Mul", "Div", "Where", "Sqrt", "Neg", "Max", "Min"}
+
+
+def may_overwrite(result: ir.Value, source: ir.Value) -> bool:
+    """Whether ``result`` may be written into the memory of the graph input ``source``.
+
+    ONNX Runtime runs nodes in any order that their edges allow, and knows nothing of memory that an input shares
+    with a result. So each node that reads ``source`` must come before the one that writes ``result`` in every such
+    order: the writer depends on it. The writer itself may read ``source`` if it works element by element and the two
+    have the same shape. The graph must be executed as it stands; an optimizer could take an edge away.
+    """
+    writer = result.producer()
+    if writer is None or source.is_graph_output():
+        return False
+    reads = any(node is writer for node, _ in source.uses())
+    if reads and (writer.op_type not in _ELEMENTWISE or not _same_shape(result, source)):
+        return False
+    return reads_last(writer, source)
+
+
+def reads_last(node: ir.Node, source: ir.Value) -> bool:
+    """Whether all other readers of the graph input ``source`` come before ``node`` in every order."""
+    readers = {reader for reader, _ in source.uses()} - {node}
+    return readers <= _ancestors(node)
+
+
+def _same_shape(result: ir.Value, source: ir.Value) -> bool:
+    shape = source.shape
+    return shape is not None and shape.is_static() and result.shape == shape
+
+
+def _ancestors(node: ir.Node) -> set[ir.Node]:
+    found: set[ir.Node] = set()
+    pending = [node]
+    while pending:
+        for value in pending.pop().inputs:
+            producer = value.producer() if value is not None else None
+            if producer is not None and producer not in found:
+                found.add(producer)
+                pending.append(producer)
+    return found

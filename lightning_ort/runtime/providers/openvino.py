@@ -12,8 +12,9 @@ import torch
 from onnxruntime.capi import _pybind_state
 
 from lightning_ort.errors import ProviderError
-from lightning_ort.runtime.dtypes import ONNX
+from lightning_ort.runtime.memory import address_of
 from lightning_ort.runtime.providers import check_available
+from lightning_ort.runtime.tensors import ONNX
 
 __all__ = ["bind_bfloat16", "options_for_bfloat16"]
 
@@ -57,7 +58,7 @@ def bind_bfloat16(bind: Any, name: str, device: tuple[str, int], tensor: torch.T
         ProviderError: this ONNX Runtime takes bfloat16 in no way.
     """
     try:
-        bind(name, *device, int(ONNX[torch.bfloat16]), tuple(tensor.shape), tensor.data_ptr())
+        bind(name, *device, int(ONNX[torch.bfloat16]), tuple(tensor.shape), address_of(tensor))
     except RuntimeError:
         # before 1.20 only numpy's types were known, and no other way is public
         by_value = getattr(bind.__self__, f"{bind.__name__.replace('bind_', 'bind_ortvalue_')}")

@@ -5,24 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import onnx
-from google.protobuf.message import DecodeError
 
+from lightning_ort.checkpoints.ort_training import is_checkpoint, read_checkpoint, write_checkpoint
+from lightning_ort.checkpoints.state import OptimizerState, TrainingState
+from lightning_ort.compiler.aot.step_graph import StepGraph
 from lightning_ort.files.onnx_models import save_onnx
-from lightning_ort.ondevice.flavour import Artifacts
-from lightning_ort.ondevice.optimizers import OptimizerConfig
-from lightning_ort.ondevice.ort_training.checkpoint import is_checkpoint, read_checkpoint, write_checkpoint
-from lightning_ort.ondevice.ort_training.optimizer_model import optimizer_model
-from lightning_ort.ondevice.ort_training.read_optimizer import read_optimizer
-from lightning_ort.ondevice.ort_training.read_step import read_evaluation, read_training
-from lightning_ort.ondevice.ort_training.step_models import evaluation_model, training_model
-from lightning_ort.ondevice.state import OptimizerState, TrainingState
-from lightning_ort.ondevice.step_graph import StepGraph
+from lightning_ort.ondevice.formats import Artifacts
+from lightning_ort.ondevice.formats.ort_training.optimizer import optimizer_model, read_optimizer
+from lightning_ort.ondevice.formats.ort_training.read_step import read_evaluation, read_training
+from lightning_ort.ondevice.formats.ort_training.write_step import evaluation_model, training_model
+from lightning_ort.ondevice.optimizer_config import OptimizerConfig
 
 __all__ = ["OrtTraining"]
 
 
 class OrtTraining:
-    """Files that ``onnxruntime.training.api`` reads and writes; see :class:`~lightning_ort.ondevice.flavour.Flavour`.
+    """Files that ``onnxruntime.training.api`` reads and writes; see :class:`~lightning_ort.ondevice.formats.Flavour`.
 
     They are called as ``onnxruntime.training.artifacts`` calls them: ``training_model.onnx``, ``eval_model.onnx``,
     ``optimizer_model.onnx``, ``checkpoint`` and ``nominal_checkpoint``.
@@ -38,7 +36,7 @@ class OrtTraining:
         """Whether an existing file is an ONNX model."""
         try:
             return path.is_file() and bool(onnx.load_model(path, load_external_data=False).graph.output)
-        except DecodeError:
+        except Exception:  # whatever protobuf makes of other files
             return False
 
     def load_checkpoint(self, path: Path) -> TrainingState:

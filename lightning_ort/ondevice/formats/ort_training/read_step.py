@@ -8,16 +8,16 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 import torch
-from google.protobuf.message import DecodeError
 
+from lightning_ort.checkpoints.state import TrainingState
+from lightning_ort.compiler.aot.inputs import InputInfo, input_infos
+from lightning_ort.compiler.aot.step_graph import StepGraph
 from lightning_ort.compiler.passes import optimize
 from lightning_ort.errors import UnsupportedError
-from lightning_ort.ondevice.ort_training.derive import derived, is_foreign
-from lightning_ort.ondevice.ort_training.names import BUFFER, DOMAIN, RESET
-from lightning_ort.ondevice.state import TrainingState
-from lightning_ort.ondevice.step_graph import StepGraph
-from lightning_ort.onnx_gradients.inputs import InputInfo, input_infos
-from lightning_ort.runtime.dtypes import ONNX
+from lightning_ort.files.onnx_files import read_onnx
+from lightning_ort.ondevice.formats.ort_training.names import BUFFER, DOMAIN, RESET
+from lightning_ort.ondevice.formats.ort_training.write_step import derived, is_foreign
+from lightning_ort.runtime.tensors import ONNX
 
 __all__ = ["parsed", "read_evaluation", "read_training"]
 
@@ -29,15 +29,7 @@ def parsed(path: Path) -> onnx.ModelProto:
         FileNotFoundError: no such file.
         ValueError: something else than an ONNX model, or a truncated one.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"There is no ONNX file {str(path)!r}.")
-    try:
-        proto = onnx.load_model(path)
-    except DecodeError as error:
-        raise ValueError(f"{str(path)!r} is no ONNX model, or a truncated one ({error}).") from error
-    if not proto.graph.output:
-        raise ValueError(f"{str(path)!r} holds no ONNX graph.")
-    return proto
+    return read_onnx(path)
 
 
 def read_evaluation(path: Path, state: TrainingState) -> StepGraph:

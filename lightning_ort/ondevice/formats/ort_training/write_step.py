@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
+import onnx
 import onnx_ir as ir
+from onnx import helper
 
+from lightning_ort.checkpoints.state import TrainingState
+from lightning_ort.compiler.aot.emit import written
+from lightning_ort.compiler.aot.inputs import input_infos
+from lightning_ort.compiler.aot.joint import GRAD, NEW, trace_joint
+from lightning_ort.compiler.aot.step_graph import StepGraph
 from lightning_ort.errors import UnsupportedError
-from lightning_ort.ondevice.ort_training.names import BUFFER, DOMAIN, OUT, RESET, TRAINING_OPSET
-from lightning_ort.ondevice.state import TrainingState
-from lightning_ort.ondevice.step_graph import StepGraph
-from lightning_ort.runtime.dtypes import ONNX
-from lightning_ort.updates.inplace import reads_last
+from lightning_ort.ondevice.formats.ort_training.names import BUFFER, DOMAIN, OUT, RESET, TRAINING_OPSET
+from lightning_ort.onnx_reader import to_torch
+from lightning_ort.optim.update.update import reads_last
+from lightning_ort.runtime.tensors import ONNX
 
-__all__ = ["evaluation_model", "training_model"]
+__all__ = ["derived", "evaluation_model", "forward_part", "is_foreign", "training_model"]
 
 
 def evaluation_model(step: StepGraph, state: TrainingState) -> ir.Model:
@@ -38,16 +44,17 @@ def training_model(step: StepGraph, state: TrainingState) -> ir.Model:
     model, graph, outputs = arranged.model, arranged.model.graph, arranged.outputs
     buffers, told = [], []
     reset = ir.Value(name=RESET, type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([1]))
-    for name in state.trained:
-        gradient, tensor = outputs[step.gradients[name]], state.parameters[name]
-        if ONNX[tensor.dtype] != ir.DataType.FLOAT:
+    for name, output in step.gradients.items():
+        gradient, tensor = outputs[output], state.parameters.get(name)
+        dtype, shape = gradient.dtype, gradient.shape  # of an input of users
+        if tensor is not None:
+            dtype, shape = ONNX[tensor.dtype], ir.Shape(list(tensor.shape))
+        if dtype != ir.DataType.FLOAT:
             raise UnsupportedError(
-                f"Parameter {name!r} is {tensor.dtype}; ONNX Runtime's optimizers update float32 only. Use "
-                "flavour='portable', or convert the module with .float()."
+                f"{name!r} is {dtype}; ONNX Runtime's optimizers update float32 only. Use flavour='portable', or "
+                "convert the module with .float()."
             )
-        buffer = ir.Value(
-            name=f"{name}{BUFFER}", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(list(tensor.shape))
-        )
+        buffer = ir.Value(name=f"{name}{BUFFER}", type=ir.TensorType(ir.DataType.FLOAT), shape=shape)
         buffers.append(buffer)
         told.append(_accumulator(graph, name, buffer, gradient, reset))
     for name, output in step.updates.items():
@@ -154,3 +161,100 @@ def _yes(graph: ir.Graph) -> ir.Value:
         value = ir.Value(name=name, const_value=ir.tensor([True], dtype=ir.DataType.BOOL, name=name))
         graph.register_initializer(value)
     return graph.initializers[name]
+
+
+# results that only their gradients read
+_PLAIN = {
+    (DOMAIN, "BatchNormInternal"): ("BatchNormalization", 3, {"training_mode": 1}),
+    ("", "LayerNormalization"): ("LayerNormalization", 1, {}),
+}
+
+
+def is_foreign(model: onnx.ModelProto) -> bool:
+    """Whether a graph has operators that are not ONNX's own."""
+    return any(node.domain not in ("", "ai.onnx") for node in model.graph.node)
+
+
+def derived(model: onnx.ModelProto, state: TrainingState, inputs: Sequence[str] = ()) -> StepGraph:
+    """Outputs of ``model``, the gradients of the first, and new running statistics.
+
+    Args:
+        model: a training model without the operators that accumulate; its outputs are those that users get.
+        state: its tensors.
+        inputs: inputs of users by which it is differentiated as well.
+
+    Raises:
+        UnsupportedError: an operator that cannot be read or has no gradient, with its node.
+    """
+    forward = forward_part(model, state)
+    outputs = [o.name for o in forward.graph.output]
+    infos = input_infos(forward)
+    module = to_torch(forward, list(state.trained))
+    wanted = [*inputs, *state.trained]
+    joint = trace_joint(module, infos, outputs[:1], [], wanted, statistics=True)
+    graph = written(joint, forward, fed=state.tensors)
+    read = {str(v.name) for v in graph.graph.inputs}
+    changed = [name for name in state.tensors if f"{name}{NEW}" in joint.results]
+    return StepGraph(
+        graph,
+        tuple(joint.infos),
+        tuple(outputs),
+        {name: name for name in state.tensors if name in read},
+        {name: f"{name}{GRAD}" for name in wanted},
+        {name: f"{name}{NEW}" for name in changed},
+    )
+
+
+def forward_part(model: onnx.ModelProto, state: TrainingState) -> onnx.ModelProto:
+    """What the outputs of ``model`` need, with the tensors of ``state`` as initializers.
+
+    Raises:
+        UnsupportedError: that part reads a sum of gradients.
+    """
+    graph = onnx.GraphProto(name=model.graph.name)
+    needed = {o.name for o in model.graph.output}
+    kept = []
+    for node in reversed(model.graph.node):
+        if needed.isdisjoint(node.output):
+            continue
+        kept.append(_plain(node, needed))
+        needed.update(i for i in kept[-1].input if i)
+    graph.node.extend(reversed(kept))
+    graph.output.extend(model.graph.output)
+    produced = {o for node in kept for o in node.output}
+    graph.initializer.extend(i for i in model.graph.initializer if i.name in needed)
+    produced.update(i.name for i in graph.initializer)
+    for name, tensor in state.tensors.items():
+        if name in needed:
+            # a few bytes are enough: the values are inputs of what is made of this
+            graph.initializer.append(
+                helper.make_tensor(name, int(ONNX[tensor.dtype]), tensor.shape, tensor.numpy().tobytes(), raw=True)
+            )
+            produced.add(name)
+    for value in model.graph.input:
+        if value.name not in state.tensors:
+            graph.input.append(value)
+            produced.add(value.name)
+    missing = sorted(needed - produced)
+    if missing:
+        raise UnsupportedError(f"The training model reads {', '.join(missing)}, which nothing gives it.")
+    found = onnx.ModelProto(ir_version=model.ir_version, graph=graph)
+    domains = {n.domain or "" for n in kept} | {""}
+    found.opset_import.extend(i for i in model.opset_import if i.domain in domains)
+    return found
+
+
+def _plain(node: onnx.NodeProto, needed: set[str]) -> onnx.NodeProto:
+    """``node`` as an operator of ONNX's own, with the outputs that it has."""
+    row = _PLAIN.get((node.domain, node.op_type))
+    if row is None:
+        return node
+    op_type, outputs, attributes = row
+    lost = [o for o in node.output[outputs:] if o in needed]
+    if lost:
+        raise UnsupportedError(f"{node.op_type} (node {node.name!r}): output {lost[0]!r} cannot be read.")
+    copy = helper.make_node(op_type, node.input, node.output[:outputs], name=node.name)
+    known = {"epsilon", "momentum", "axis", "stash_type"}
+    copy.attribute.extend(a for a in node.attribute if a.name in known)
+    copy.attribute.extend(helper.make_attribute(k, v) for k, v in attributes.items())
+    return copy

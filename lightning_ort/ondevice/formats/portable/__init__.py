@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning_ort.ondevice.flavour import Artifacts
-from lightning_ort.ondevice.optimizers import OptimizerConfig
-from lightning_ort.ondevice.portable.checkpoint import is_checkpoint, load_checkpoint, save_checkpoint
-from lightning_ort.ondevice.portable.manifest import Manifest, manifest_of
-from lightning_ort.ondevice.portable.writing import write_artifacts
-from lightning_ort.ondevice.state import TrainingState
-from lightning_ort.ondevice.step_graph import StepGraph
+from lightning_ort.checkpoints.portable import is_checkpoint, load_checkpoint, save_checkpoint
+from lightning_ort.checkpoints.state import TrainingState
+from lightning_ort.compiler.aot.step_graph import StepGraph
+from lightning_ort.ondevice.formats import Artifacts
+from lightning_ort.ondevice.formats.portable.manifest import Manifest, manifest_of
+from lightning_ort.ondevice.formats.portable.writing import write_artifacts
+from lightning_ort.ondevice.optimizer_config import OptimizerConfig
 
 __all__ = ["Portable"]
 
 
 class Portable:
-    """The flavour ``"portable"``; see :class:`~lightning_ort.ondevice.flavour.Flavour`."""
+    """The flavour ``"portable"``; see :class:`~lightning_ort.ondevice.formats.Flavour`."""
 
     name = "portable"
 

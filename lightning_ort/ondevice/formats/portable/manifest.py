@@ -10,16 +10,19 @@ from typing import Any
 
 import onnx_ir as ir
 
-from lightning_ort.ondevice.optimizers import OptimizerConfig
-from lightning_ort.ondevice.portable.names import DTYPES, dtype_name
-from lightning_ort.ondevice.state import TrainingState
-from lightning_ort.ondevice.step_graph import StepGraph
-from lightning_ort.onnx_gradients.inputs import InputInfo
-from lightning_ort.runtime.dtypes import ONNX
+from lightning_ort.checkpoints.portable import DTYPES, dtype_name
+from lightning_ort.checkpoints.state import TrainingState
+from lightning_ort.compiler.aot.inputs import InputInfo
+from lightning_ort.compiler.aot.step_graph import StepGraph
+from lightning_ort.errors import DamagedFileError
+from lightning_ort.files.onnx_files import read_onnx_checked
+from lightning_ort.files.reading import refusing
+from lightning_ort.ondevice.optimizer_config import OptimizerConfig
+from lightning_ort.runtime.tensors import ONNX
 
 __all__ = ["FORMAT", "VERSION", "Manifest", "manifest_of"]
 
-FORMAT, VERSION = "lightning_ort.ondevice.portable", 1
+FORMAT, VERSION = "lightning_ort.ondevice.formats.portable", 1
 SUFFIX = "manifest.json"
 
 
@@ -40,7 +43,7 @@ class Manifest:
         self._check_state(state)
         entry = self._graph(kind)
         path = self.path.parent / entry["file"]
-        model = _load(path)
+        model, checksum = _load(path)
         for what, values in (("inputs", model.graph.inputs), ("outputs", model.graph.outputs)):
             described = {e["name"]: e for e in entry[what]}
             found = {str(v.name): v for v in values}
@@ -51,6 +54,7 @@ class Manifest:
                     f"{str(self.path)!r} does not describe {path.name}: they differ in the {what} "
                     f"{', '.join(map(repr, different))}."
                 )
+        self._check_file(entry, path, checksum)
         inputs = [e for e in entry["inputs"] if e["role"] == "input"]
         infos = tuple(InputInfo(e["name"], DTYPES[e["dtype"]], tuple(e["shape"])) for e in inputs)
         tensors = {e["name"]: e["name"] for e in entry["inputs"] if e["role"] in ("parameter", "buffer")}
@@ -83,11 +87,22 @@ class Manifest:
         values: dict[str, Any] = {k: tuple(v) if k == "betas" else v for k, v in given.items()}
         values |= {k: float(v) for k, v in values.items() if v in ("inf", "-inf")}
         config = OptimizerConfig(**values)
-        path = self.path.parent / self._graph("train_step")["file"]
-        noted = _load(path).metadata_props.get(FORMAT)
+        entry = self._graph("train_step")
+        path = self.path.parent / entry["file"]
+        model, checksum = _load(path)
+        noted = model.metadata_props.get(FORMAT)
         if noted != json.dumps(given, sort_keys=True):
             raise ValueError(f"{str(self.path)!r} does not describe {path.name}: they differ in the optimizer.")
+        self._check_file(entry, path, checksum)
         return config
+
+    def _check_file(self, entry: Mapping[str, Any], path: Path, checksum: int) -> None:
+        """That a file is the one that was written with the manifest; older manifests do not say."""
+        if entry.get("crc32", checksum) != checksum:
+            raise DamagedFileError(
+                f"{str(path)!r} is damaged, was changed, or is of other artifacts than {self.path.name}: its checksum "
+                "is another."
+            )
 
     def _graph(self, kind: str) -> Mapping[str, Any]:
         graphs = self.content["graphs"]
@@ -130,10 +145,8 @@ def manifest_of(path: Path) -> Manifest | None:
     """
     folder = path if path.is_dir() else path.parent
     for file in sorted(folder.glob(f"*{SUFFIX}")):
-        try:
+        with refusing(repr(str(file)), "no manifest of artifacts, or a damaged one"):
             content = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{str(file)!r} is no manifest of artifacts, or a damaged one ({error}).") from error
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             continue
         _check(content, file)
@@ -147,7 +160,7 @@ def _check(content: Mapping[str, Any], file: Path) -> None:
     """That everything is there that is read."""
     if content.get("version") != VERSION:
         raise ValueError(f"{str(file)!r} has version {content.get('version')!r}; expected {VERSION}.")
-    try:
+    with refusing(repr(str(file)), "no complete manifest of artifacts"):
         for entry in [*content["parameters"], *content["buffers"]]:
             assert entry["dtype"] in DTYPES and isinstance(entry["shape"], list) and entry["name"]
         for entry in content["parameters"]:
@@ -161,20 +174,15 @@ def _check(content: Mapping[str, Any], file: Path) -> None:
                 needed = {"gradient": "of", "buffer": "feeds"}.get(entry["role"])
                 assert entry in graph["inputs"] or needed is None or needed in entry
         assert content["optimizer"] is None or isinstance(content["optimizer"], dict)
-    except (AssertionError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{str(file)!r} is no complete manifest of artifacts ({error!r}).") from error
 
 
-def _load(path: Path) -> ir.Model:
+def _load(path: Path) -> tuple[ir.Model, int]:
+    """A graph, and the checksum of its file."""
     if not path.is_file():
         raise FileNotFoundError(f"The artifact {str(path)!r} is missing.")
-    try:
-        model = ir.load(path)
-        if not model.graph.outputs:
-            raise ValueError("it has no outputs")
-    except Exception as error:
-        raise ValueError(f"{str(path)!r} is no ONNX model, or a damaged one ({error}).") from error
-    return model
+    proto, checksum = read_onnx_checked(path)
+    with refusing(repr(str(path)), "no ONNX model, or a damaged one"):
+        return ir.from_proto(proto), checksum
 
 
 def _fits(value: ir.Value, entry: Mapping[str, Any]) -> bool:

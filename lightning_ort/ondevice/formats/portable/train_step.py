@@ -13,18 +13,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from lightning_ort.checkpoints.portable import LEARNING_RATE, NEW, STEP, moment_name
+from lightning_ort.checkpoints.state import TrainingState
 from lightning_ort.compiler import decompositions
+from lightning_ort.compiler.aot.joint import GRAD
+from lightning_ort.compiler.aot.step_graph import StepGraph
 from lightning_ort.compiler.lowering import GraphBuilder
 from lightning_ort.compiler.passes import optimize, standardize
-from lightning_ort.ondevice.optimizers import OptimizerConfig
-from lightning_ort.ondevice.portable.names import LEARNING_RATE, NEW, STEP, moment_name
-from lightning_ort.ondevice.state import TrainingState
-from lightning_ort.ondevice.step_graph import StepGraph
-from lightning_ort.onnx_gradients.joint import GRAD
-from lightning_ort.runtime.dtypes import ONNX
-from lightning_ort.updates.appending import append_update
-from lightning_ort.updates.graph import Slot, UpdateGraph
-from lightning_ort.updates.pieces import Part, pieces_of
+from lightning_ort.ondevice.optimizer_config import OptimizerConfig
+from lightning_ort.optim.update.graph import Part, Slot, UpdateGraph, append_update, pieces_of
+from lightning_ort.runtime.tensors import ONNX
 
 __all__ = ["gradients_model", "train_step_model", "update_model"]
 

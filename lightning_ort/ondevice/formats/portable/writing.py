@@ -5,22 +5,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import zlib
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 
 from lightning_ort._version import __version__
+from lightning_ort.checkpoints.portable import LEARNING_RATE, NEW, STEP, dtype_name, moment_name, save_checkpoint
+from lightning_ort.compiler.aot.joint import GRAD
 from lightning_ort.files.onnx_models import save_onnx
 from lightning_ort.files.writing import write_file
-from lightning_ort.ondevice.flavour import Artifacts
-from lightning_ort.ondevice.optimizers import OptimizerConfig
-from lightning_ort.ondevice.portable.checkpoint import save_checkpoint
-from lightning_ort.ondevice.portable.manifest import FORMAT, SUFFIX, VERSION
-from lightning_ort.ondevice.portable.names import LEARNING_RATE, NEW, STEP, dtype_name, moment_name
-from lightning_ort.ondevice.portable.train_step import gradients_model, train_step_model, update_model
-from lightning_ort.onnx_gradients.joint import GRAD
-from lightning_ort.runtime.dtypes import ONNX
+from lightning_ort.ondevice.formats import Artifacts
+from lightning_ort.ondevice.formats.portable.manifest import FORMAT, SUFFIX, VERSION
+from lightning_ort.ondevice.formats.portable.train_step import gradients_model, train_step_model, update_model
+from lightning_ort.ondevice.optimizer_config import OptimizerConfig
+from lightning_ort.runtime.tensors import ONNX
 
 __all__ = ["write_artifacts"]
 
@@ -66,15 +66,14 @@ def write_artifacts(
         "optimizer": settings,
         "graphs": described,
     }
-    paths = []
-    for kind, model in models.items():
-        paths.append(directory / f"{prefix}{kind}.onnx")
-        save_onnx(model, paths[-1])
-    paths.append(directory / f"{prefix}checkpoint.safetensors")
+    paths = [directory / f"{prefix}checkpoint.safetensors"]
     save_checkpoint(state, paths[-1], include_optimizer_state=True)
     if nominal_checkpoint:
         paths.append(directory / f"{prefix}nominal_checkpoint.safetensors")
         save_checkpoint(state, paths[-1], include_optimizer_state=False, nominal=True)
+    for kind, model in models.items():
+        paths.append(directory / f"{prefix}{kind}.onnx")
+        described[kind]["crc32"] = save_onnx(model, paths[-1], check=lambda file: zlib.crc32(file.read_bytes()))
     paths.append(directory / f"{prefix}{SUFFIX}")
     with write_file(paths[-1], replace=True) as file:
         file.write((json.dumps(content, indent=1) + "\n").encode())

@@ -1,0 +1,95 @@
+"""What eager's autograd would keep of a region for its gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+__all__ = ["EagerGraph"]
+
+
+@dataclasses.dataclass(frozen=True)
+class EagerGraph:
+    """Per differentiable output of a region, by number, what eager's gradient of it reads and reaches.
+
+    A value that is kept *by reference* is one whose change in place eager answers with an error. A value derived from
+    it, such as ``p.exp()`` or ``p.clone()``, is eager's own.
+
+    Attributes:
+        saved: numbers of the inputs that are kept by reference.
+        saved_outputs: numbers of the outputs that are.
+        reached: numbers of the inputs that get a gradient; all where that is not known.
+    """
+
+    saved: dict[int, frozenset[int]]
+    saved_outputs: dict[int, frozenset[int]]
+    reached: dict[int, frozenset[int]]
+
+    @classmethod
+    def of(cls, region: fx.GraphModule, differentiable: Sequence[int]) -> EagerGraph:
+        """Read it from the autograd graph of the fake tensors with which Dynamo made ``region``."""
+        results = region.graph.output_node().args[0]
+        inputs = [n.meta.get("example_value") for n in region.graph.nodes if n.op == "placeholder"]
+        outputs = [r.meta.get("example_value") if isinstance(r, fx.Node) else r for r in results]
+        of_inputs, of_outputs = _by_storage(inputs), _by_storage(outputs)
+        # what computed an input lies before the region
+        sources = {x.grad_fn: i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.grad_fn is not None}
+        leaves = {id(x): i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.is_leaf}
+        saved, saved_outputs, reached = {}, {}, {}
+        for output in differentiable:
+            kept: set[int] = set()
+            ends: set[int] = set()
+            pending, seen = [outputs[output].grad_fn], set()
+            unknown = pending == [None]
+            while pending:
+                function = pending.pop()
+                if function is None or function in seen:
+                    continue
+                seen.add(function)
+                if function in sources:
+                    ends.add(sources[function])
+                elif hasattr(function, "variable"):
+                    unknown |= id(function.variable) not in leaves
+                    ends.add(leaves.get(id(function.variable), -1))
+                else:
+                    kept.update(t.untyped_storage()._cdata for t in _saved_by(function))
+                    pending += [source for source, _ in function.next_functions]
+            saved[output] = frozenset(i for key in kept for i in of_inputs.get(key, ()))
+            saved_outputs[output] = frozenset(i for key in kept for i in of_outputs.get(key, ()))
+            reached[output] = frozenset(range(len(inputs)) if unknown else ends)
+        return cls(saved, saved_outputs, reached)
+
+
+def _by_storage(values: Sequence[Any]) -> dict[int, list[int]]:
+    numbers: dict[int, list[int]] = {}
+    for i, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            numbers.setdefault(value.untyped_storage()._cdata, []).append(i)
+    return numbers
+
+
+_ATTRIBUTES: dict[Any, list[str]] = {}
+
+
+def _attributes(kind: type) -> list[str]:
+    names = _ATTRIBUTES.get(kind)
+    if names is None:
+        # the latter is a torch.autograd.Function's
+        names = [name for name in dir(kind) if name.startswith("_saved_") or name == "saved_tensors"]
+        _ATTRIBUTES[kind] = names
+    return names
+
+
+def _saved_by(function: Any) -> Iterator[torch.Tensor]:
+    for name in _attributes(type(function)):
+        try:
+            value = getattr(function, name)
+        except RuntimeError:  # changed in place by the region itself: tracing its gradients says so
+            continue
+        for tensor in value if isinstance(value, (tuple, list)) else [value]:
+            if isinstance(tensor, torch.Tensor):
+                yield tensor

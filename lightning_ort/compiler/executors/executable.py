@@ -1,0 +1,123 @@
+"""What a region needs of a compiled graph, whoever runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from lightning_ort.compiler.plan import Fallback
+from lightning_ort.compiler.symbolic_shapes import Sizes, UnknownSize, is_number
+from lightning_ort.compiler.trace import Traced, Untraceable
+
+__all__ = ["Executable", "Results"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """The nodes of a graph that a run has to compute, without repetition.
+
+    Attributes:
+        inputs: placeholders, in the order in which a run gets their values; the last ones are random draws.
+        sizes: evaluates symbolic sizes from those values.
+        others: outputs, extra nodes, new values of changed inputs and the flag of a scaled loss.
+        own: gradients that are none of these.
+    """
+
+    inputs: list[fx.Node]
+    sizes: Sizes
+    others: list[fx.Node]
+    own: list[fx.Node]
+
+    @property
+    def all(self) -> list[fx.Node]:
+        """In the order of what :meth:`Executable.run` gives."""
+        return [*self.others, *self.own]
+
+
+class Executable(ABC):
+    """A compiled :class:`Traced` graph, with the layout of its results.
+
+    Each result of a run lies in memory of its own, which no later run writes.
+
+    Args:
+        traced: the graph.
+        extra: further nodes to give out (values that a backward graph needs).
+
+    Raises:
+        Untraceable: a result's size depends on data.
+
+    Attributes:
+        executor: who runs it, by the name that users know it by.
+        has_draws: whether a run advances torch's random state.
+        has_numbers: whether an output of the region is a Python number.
+        outputs: per output of the region, its position among the results of :meth:`run`; ``None`` for a number.
+        extra: positions of the extra nodes.
+        updates: (input number, position) of the new values of changed inputs.
+        gradients: (input number, position) of the gradients that exist; a position that occurs again, or that is an
+            output as well, is marked by ``shared``.
+        shared: input numbers whose gradient must be copied before it is handed out.
+        finite: position of the bool scalar that says whether all gradients are finite, where the loss is scaled.
+        half: the 16-bit types that the graph rounds to.
+        widened: how many 16-bit operators compute in float32, because no execution provider has 16-bit kernels.
+        fallbacks: operators that run in torch because they have to, and why.
+        preferred: operators that run in torch for speed, one entry per call.
+        on_cpu: types of the ONNX operators that the CPU executes in a graph for a GPU, one entry per node.
+    """
+
+    executor: ClassVar[str]
+    half: Collection[torch.dtype]
+    widened: int = 0
+    fallbacks: Sequence[Fallback] = ()
+    preferred: Sequence[str] = ()
+    on_cpu: Sequence[str] = ()
+
+    def __init__(self, traced: Traced, extra: Sequence[fx.Node] = ()) -> None:
+        inputs = [*traced.inputs, *traced.tangents.values(), *traced.draws]
+        tensors = [o for o in traced.outputs if isinstance(o, fx.Node) and not is_number(o)]
+        gradients = {i: g for i, g in traced.gradients.items() if isinstance(g, fx.Node)}
+        flags = [traced.finite] if traced.finite is not None else []
+        others = list(dict.fromkeys([*tensors, *extra, *traced.updates.values(), *flags]))
+        own = [g for g in dict.fromkeys(gradients.values()) if g not in others]
+        position = {n: i for i, n in enumerate([*others, *own])}
+        self.has_draws = bool(traced.draws)
+        self.has_numbers = any(is_number(o) if isinstance(o, fx.Node) else o is not None for o in traced.outputs)
+        self.outputs = [position[o] if isinstance(o, fx.Node) and not is_number(o) else None for o in traced.outputs]
+        self.extra = [position[n] for n in extra]
+        self.finite = position[traced.finite] if traced.finite is not None else None
+        self.updates = [(i, position[n]) for i, n in traced.updates.items()]
+        self.gradients = [(i, position[g]) for i, g in gradients.items()]
+        seen: set[int] = set(range(len(others)))
+        self.shared: set[int] = set()
+        for i, p in self.gradients:
+            if p in seen:
+                self.shared.add(i)
+            seen.add(p)
+        sizes = Sizes(inputs)
+        numbers = [o.meta["val"] if isinstance(o, fx.Node) and is_number(o) else o for o in traced.outputs]
+        try:
+            self._numbers = sizes.evaluator([0 if isinstance(n, fx.Node) or n is None else n for n in numbers])
+            self._compile(traced, Results(inputs, sizes, others, own))
+        except UnknownSize as error:
+            raise Untraceable(str(error)) from error
+
+    @abstractmethod
+    def _compile(self, traced: Traced, results: Results) -> None:
+        """Prepare :meth:`run` to compute ``results``; called once, by the constructor.
+
+        Raises:
+            Untraceable: this executor cannot run the graph.
+            UnknownSize: a size that is needed ahead depends on data.
+        """
+
+    @abstractmethod
+    def run(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
+        """All results for the inputs (and tangents) of one run."""
+
+    def numbers(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Outputs that are Python numbers; 0 in the place of tensors."""
+        return self._numbers(inputs)

@@ -1,0 +1,154 @@
+"""torch's own execution of a region, as the reference of its compiled graphs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.overrides import TorchFunctionMode
+
+from lightning_ort.compiler.global_state import Surroundings, without_autocast
+from lightning_ort.verification import Results
+
+__all__ = ["ConversionsTo", "ForkedRNG", "evaluate"]
+
+
+class ForkedRNG:
+    """Start from the random state ``start`` (default: the present one) and restore the present state at the end."""
+
+    def __init__(self, device: torch.device, start: Sequence[torch.Tensor] | None = None) -> None:
+        self._device, self._start = device, start
+
+    @staticmethod
+    def state(device: torch.device) -> list[torch.Tensor]:
+        """The random state that torch's draws on ``device`` (and the CPU) go on from."""
+        states = [torch.get_rng_state()]
+        if device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(device))
+        return states
+
+    def restore(self, states: Sequence[torch.Tensor]) -> None:
+        """Make ``states`` the present ones."""
+        torch.set_rng_state(states[0])
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(states[1], self._device)
+
+    def __enter__(self) -> None:
+        self._present = self.state(self._device)
+        if self._start is not None:
+            self.restore(self._start)
+
+    def __exit__(self, *exc: object) -> None:
+        self.restore(self._present)
+
+
+def evaluate(
+    region: fx.GraphModule,
+    args: Sequence[Any],
+    incoming: Mapping[int, torch.Tensor | None],
+    wanted: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    surroundings: Surroundings | None = None,
+    noise: contextlib.AbstractContextManager[Any] | None = None,
+) -> Results:
+    """Execute ``region`` in torch, without any effect on ``args``.
+
+    Args:
+        region: Dynamo's graph.
+        args: its inputs.
+        incoming: output number to incoming gradient; ``None`` stands for 1 (the loss).
+        wanted: input numbers whose gradients are taken.
+        dtype: compute in this type instead of the inputs' own floating-point types, and instead of those that the
+            region converts to.
+        surroundings: what ``region`` is computed under, by default the present ones. (Autocast leaves float64 alone.)
+        noise: a :class:`~lightning_ort.compiler.rounding.RoundingNoise` to compute under.
+    """
+    grad = bool(incoming) or torch.is_grad_enabled()
+    # tensors made in inference mode have no version, by which changes in place are found
+    with torch.inference_mode(False), torch.set_grad_enabled(grad), noise or contextlib.nullcontext():
+        return _evaluate(region, args, incoming, wanted, dtype, surroundings or Surroundings.present())
+
+
+def _evaluate(
+    region: fx.GraphModule,
+    args: Sequence[Any],
+    incoming: Mapping[int, torch.Tensor | None],
+    wanted: Sequence[int],
+    dtype: torch.dtype | None,
+    surroundings: Surroundings,
+) -> Results:
+    local: list[Any] = []
+    for i, x in enumerate(args):
+        if isinstance(x, torch.Tensor):
+            x = x.detach()
+            if dtype and x.is_floating_point():
+                x = x.to(dtype)
+            x = x.requires_grad_() if i in wanted else x.clone()
+        local.append(x)
+    converted = contextlib.nullcontext() if dtype is None else ConversionsTo(dtype)
+    with surroundings.applied(), converted:
+        outputs = region.forward(*local)  # a call of the module would print its code on errors
+    gradients: dict[int, torch.Tensor] = {}
+    if incoming:
+        roots = [outputs[i] for i in incoming]
+        seeds = [None if g is None else g.to(r.dtype) for g, r in zip(incoming.values(), roots, strict=True)]
+        leaves = [local[i] for i in wanted]
+        with without_autocast():
+            found = torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
+        gradients = {i: g.detach() for i, g in zip(wanted, found, strict=True) if g is not None}
+    return Results(
+        {i: o.detach() for i, o in enumerate(outputs) if isinstance(o, torch.Tensor)},
+        gradients,
+        {
+            i: x.detach()
+            for i, x in enumerate(local)
+            if isinstance(x, torch.Tensor) and i not in wanted and not _is_same(x, args[i])
+        },
+    )
+
+
+def _is_same(now: torch.Tensor, before: torch.Tensor) -> bool:
+    """Whether a tensor has kept its values; some operators (``native_batch_norm``) change one without a new version."""
+    before = before.detach().to(now.dtype)
+    return torch.equal(now, before) or bool(((now == before) | (now.isnan() & before.isnan())).all())
+
+
+_BY_NAME = (torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.float)
+_BY_ARGUMENT = (torch.Tensor.to, torch.Tensor.type)
+
+
+class ConversionsTo(TorchFunctionMode):
+    """While entered, ``x.half()``, ``x.to(torch.float16)``, ``softmax(x, dtype=torch.float32)`` ... give ``dtype``.
+
+    A region that converts by itself would otherwise round to 16 bits also where it is to be computed exactly, or
+    multiply matrices of two types. Tensors that are made anew keep their type: random ones hold other numbers in
+    another.
+
+    Args:
+        dtype: the type to convert to.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        keywords = dict(kwargs or {})
+        if func in _BY_NAME:
+            return args[0].to(self._dtype)
+        if args and isinstance(args[0], torch.Tensor):
+            if func in _BY_ARGUMENT:
+                args = tuple(self._replaced(a) for a in args)
+            keywords = {k: self._replaced(v) for k, v in keywords.items()}
+        return func(*args, **keywords)
+
+    def _replaced(self, argument: Any) -> Any:
+        if isinstance(argument, torch.dtype) and argument.is_floating_point:
+            return self._dtype
+        return argument

@@ -1,0 +1,124 @@
+"""Errors of torch inside of a region, raised where the user's code made the call."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from lightning_ort.compiler.global_state import Surroundings, drawing_as_traced
+from lightning_ort.compiler.reference import ForkedRNG
+from lightning_ort.errors import CompilationError, RefusedValueError
+
+__all__ = ["Located", "behind"]
+
+_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (\S+)$', re.MULTILINE)
+
+
+class Located:
+    """Executes a region; its errors have the lines of the user's code in their traceback.
+
+    A region runs as a whole, in Python's eyes on the first line of the step. If it fails for the values or types that
+    it was given, torch fails at one call of it in the same way, which is found by making the calls one by one.
+
+    Args:
+        graph: Dynamo's graph.
+        run: executes it.
+        device: what computes.
+    """
+
+    def __init__(self, graph: fx.GraphModule, run: Callable[..., Any], device: torch.device) -> None:
+        self._graph, self._run, self._device = graph, run, device
+        self._surroundings = Surroundings.present()
+
+    def __call__(self, *args: Any) -> Any:
+        try:
+            return self._run(*args)
+        except CompilationError:
+            raise  # not the user's
+        except Exception as error:
+            located = self._located(error, args)
+            if located is None:
+                raise
+        raise located from located.__cause__
+
+    @torch.compiler.disable
+    def _located(self, error: Exception, args: Sequence[Any]) -> Exception | None:
+        """``error``, or torch's of the same call, with the user's frames; ``None`` if torch raises none."""
+        calls = _OneByOne(self._graph)
+        drawing = drawing_as_traced(self._graph, self._device)
+        try:
+            with torch.inference_mode(False), ForkedRNG(self._device), self._surroundings.applied(), drawing:
+                calls.run(*[_copy(x) for x in args])
+        except Exception as found:
+            found_error = found
+        else:
+            return None
+        node = calls.at
+        if node is None:
+            return None
+        frames = _frames(node)
+        if node.target is torch._assert_async and _is_assert_statement(frames):
+            message = str(node.args[1]) if len(node.args) > 1 else ""
+            # the message that Dynamo gives to an assertion that has none
+            found_error = AssertionError() if message in ("", "assertion error") else AssertionError(message)
+            if isinstance(error, RefusedValueError):
+                found_error.__cause__ = error
+        elif isinstance(error, RefusedValueError):
+            found_error = error
+        elif type(found_error) is not type(error):
+            return None
+        found_error.__context__ = None
+        return found_error.with_traceback(behind(frames))
+
+
+class _OneByOne(fx.Interpreter):
+    """Makes the calls of a graph, and remembers the last."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        super().__init__(graph)
+        self.extra_traceback = False
+        self.at: fx.Node | None = None
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.at = n
+        return super().run_node(n)
+
+
+def _copy(x: Any) -> Any:
+    """A tensor of its own that a call may change as it could the original."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    own = x.detach().clone()
+    return own.requires_grad_() if x.requires_grad and x.is_leaf else own
+
+
+def _frames(node: fx.Node) -> list[tuple[str, int, str]]:
+    """File, line and function of the calls that led to an fx node, outermost first."""
+    trace = node.meta.get("stack_trace") or ""
+    return [(match[1], int(match[2]), match[3]) for match in _FRAME.finditer(trace)]
+
+
+def _is_assert_statement(frames: Sequence[tuple[str, int, str]]) -> bool:
+    return bool(frames) and "assert " in linecache.getline(*frames[-1][:2])
+
+
+def behind(frames: Sequence[tuple[str, int, str]]) -> types.TracebackType | None:
+    """A traceback through files, lines and functions, outermost first, for frames that do not exist."""
+    traceback: types.TracebackType | None = None
+    for file, line, function in reversed(frames):
+        code = compile("raise ValueError", file, "exec").replace(co_name=function)
+        try:
+            exec(code, {})
+        except ValueError as error:
+            raised = cast(types.TracebackType, error.__traceback__)
+        while raised.tb_next is not None:
+            raised = raised.tb_next
+        # an instruction of -1 has no columns to be marked
+        traceback = types.TracebackType(traceback, raised.tb_frame, -1, line)
+    return traceback

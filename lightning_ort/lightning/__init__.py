@@ -1,0 +1,1 @@
+"""What Lightning sees: strategy, accelerator, precision plug-in."""

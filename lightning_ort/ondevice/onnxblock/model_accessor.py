@@ -1,0 +1,128 @@
+"""The model that blocks work on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx
+from onnx import helper
+
+__all__ = ["ModelAccessor", "base", "current", "custom_op_library", "empty_base"]
+
+_IR_VERSION, _OPSET = 10, 20
+"""of models that are made here: what every ONNX Runtime from 1.19 on reads"""
+
+
+class ModelAccessor:
+    """The model that blocks work on, between :func:`base` and its end.
+
+    Attributes:
+        model: the model; blocks change it.
+        made: names of the initializers that blocks made to be trained.
+        depth: how many blocks are being built, one inside the other.
+    """
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self.model = model
+        self.made: list[str] = []
+        self.depth = 0
+        self._count = 0
+
+    def new_name(self, token: str) -> str:
+        """A name that no value and no node of the model has: ``onnx::<token>::<number>``."""
+        graph = self.model.graph
+        taken = {v.name for v in (*graph.input, *graph.output, *graph.initializer, *graph.value_info)}
+        for node in graph.node:
+            taken.update((node.name, *node.input, *node.output))
+        while True:
+            self._count += 1
+            name = f"onnx::{token}::{self._count}"
+            if name not in taken:
+                return name
+
+    def import_opset(self, domain: str) -> None:
+        """Let the model have operators of ``domain``, in its first version that has what blocks make."""
+        if all(i.domain != domain for i in self.model.opset_import):
+            self.model.opset_import.append(helper.make_opsetid(domain, {"ai.onnx.ml": 2}.get(domain, 1)))
+
+
+_accessor: ModelAccessor | None = None
+
+
+def current() -> ModelAccessor:
+    """The accessor in whose context a block is called.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    if _accessor is None:
+        raise RuntimeError("A block was called without a model. Call it within `with onnxblock.base(model):`.")
+    return _accessor
+
+
+@contextlib.contextmanager
+def _registered(model: onnx.ModelProto) -> Iterator[ModelAccessor]:
+    global _accessor
+    if _accessor is not None:
+        raise RuntimeError("There is a base model already; end its context before another one begins.")
+    _accessor = ModelAccessor(model)
+    try:
+        yield _accessor
+    finally:
+        _accessor = None
+
+
+@contextlib.contextmanager
+def base(model: onnx.ModelProto, model_path: str | os.PathLike[str] | None = None) -> Iterator[ModelAccessor]:
+    """Let blocks work on a copy of ``model``.
+
+    Args:
+        model: of opset 13 to 21 where gradients are wanted.
+        model_path: of a file whose external data ``model`` lacks; it is read then.
+
+    Yields:
+        The accessor, whose ``model`` is what the blocks have made.
+
+    Raises:
+        RuntimeError: contexts are nested.
+        TypeError: ``model`` is no ``onnx.ModelProto``.
+    """
+    if not isinstance(model, onnx.ModelProto):
+        raise TypeError(
+            f"model is a {type(model).__name__}; expected an onnx.ModelProto, or use onnxblock.empty_base()."
+        )
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    if model_path is not None:
+        onnx.external_data_helper.load_external_data_for_model(copy, str(Path(model_path).parent))
+    with _registered(copy) as accessor:
+        yield accessor
+
+
+@contextlib.contextmanager
+def empty_base(opset_version: int | None = None) -> Iterator[ModelAccessor]:
+    """Let blocks work on a new model, of opset 20 by default."""
+    graph = onnx.GraphProto(name="graph")
+    opsets = [helper.make_opsetid("com.microsoft", 1), helper.make_opsetid("", opset_version or _OPSET)]
+    model = onnx.ModelProto(ir_version=_IR_VERSION, producer_name="lightning_ort", graph=graph, opset_import=opsets)
+    with _registered(model) as accessor:
+        yield accessor
+
+
+@contextlib.contextmanager
+def custom_op_library(custom_op_library_path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Say that models have operators of a library.
+
+    ``ForwardBlock`` leaves such operators in the model as they are. Their gradients are known to nobody, so that
+    ``TrainingBlock`` refuses them, named, with the library or without it.
+
+    Raises:
+        FileNotFoundError: there is no such library.
+    """
+    path = Path(custom_op_library_path)
+    if not path.exists():
+        raise FileNotFoundError(f"There is no library of custom operators {str(path)!r}.")
+    yield path

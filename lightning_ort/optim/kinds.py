@@ -1,0 +1,54 @@
+"""Which optimizer a torch optimizer is, and what its states are called in each place."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import optim
+from torch.optim import Optimizer
+
+from lightning_ort.optim.optimizers import AdamW, Lamb
+
+__all__ = ["ORTTRAINER_STATES", "ORT_TRAINING_STATES", "TORCH_STATES", "known_class", "unwrapped"]
+
+_KNOWN = {
+    optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Adagrad,
+    optim.Adadelta, AdamW, Lamb,
+}  # fmt: skip
+
+TORCH_STATES = {
+    "moment_1": "exp_avg",
+    "moment_2": "exp_avg_sq",
+    "largest_2": "max_exp_avg_sq",
+    "momentum": "momentum_buffer",
+}
+"""Name of a state in the rules of SGD, of Adam and of LAMB to torch's."""
+
+ORTTRAINER_STATES = {"moment_1": "Moment_1", "moment_2": "Moment_2"}
+"""The same to that in ORTTrainer and TrainingSession."""
+
+ORT_TRAINING_STATES = {"moment_1": "momentum0", "moment_2": "momentum1"}
+"""The same to that in the files of ONNX Runtime's own on-device training."""
+
+
+def unwrapped(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
+    """Take an optimizer out of what Lightning hands to a module."""
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def known_class(optimizer: Optimizer) -> type[Optimizer] | None:
+    """Return the class that says how ``optimizer`` updates: one of torch's or of this package's, or ``None``.
+
+    A subclass counts as what it is derived from as long as it does not have a ``step`` of its own, which could compute
+    anything.
+    """
+    kind = type(optimizer)
+    base = next((known for known in kind.__mro__ if known in _KNOWN), None)
+    return base if base is not None and _step_of(kind) is _step_of(base) else None
+
+
+def _step_of(kind: type[Optimizer]) -> Any:
+    # torch wraps the `step` of each class that it makes an object of
+    return inspect.unwrap(kind.step)

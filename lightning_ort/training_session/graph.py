@@ -1,0 +1,210 @@
+"""The ONNX Runtime session of one step: outputs, gradients and new running statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import torch
+
+from lightning_ort.compiler.aot.emit import written
+from lightning_ort.compiler.aot.inputs import InputInfo, input_infos
+from lightning_ort.compiler.aot.joint import GRAD, NEW, trace_joint
+from lightning_ort.compiler.aot.reference import StepReference
+from lightning_ort.compiler.aot.step_graph import StepGraph
+from lightning_ort.compiler.aot.step_runner import StepRunner
+from lightning_ort.errors import MismatchError
+from lightning_ort.files.onnx_models import save_onnx
+from lightning_ort.onnx_reader import OnnxModule
+from lightning_ort.runtime.config import RuntimeConfig
+from lightning_ort.training_session.gradient_graph import GradientGraphBuilder
+from lightning_ort.training_session.optimizer import WeightUpdate
+from lightning_ort.training_session.parameters import TrainingParameters
+from lightning_ort.verification import Doubts, Mismatch, varied
+
+__all__ = ["TrainingGraph", "save_graphs"]
+
+_ADVICE = (
+    "Nothing was updated. Please report it with the model; TrainingSession(..., verify=False) would skip this check."
+)
+
+
+class TrainingGraph:
+    """Runs a forward graph on weights that change, with the gradients of its loss where ``gradients`` are wanted.
+
+    Args:
+        proto: the forward graph.
+        module: the same, read.
+        loss: the output that is differentiated.
+        gradients: initializers by which it is differentiated, to where their gradients are written at each run;
+            without any, the graph evaluates.
+        tensors: weights and running statistics by name, read at each run; a training run writes new statistics.
+        config: how the session is made.
+        verify: compare the first run with the same computation in torch.
+
+    Attributes:
+        infos: the inputs, with what the operators require of their sizes.
+        runner: of the graph.
+    """
+
+    def __init__(
+        self,
+        proto: onnx.ModelProto,
+        module: OnnxModule,
+        loss: str,
+        gradients: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        config: RuntimeConfig,
+        *,
+        verify: bool,
+    ) -> None:
+        trains = bool(gradients)
+        module.train(trains)
+        incoming = [loss] if trains else []
+        joint = trace_joint(module, input_infos(proto), [loss], incoming, list(gradients), statistics=trains)
+        self.infos = joint.infos
+        infos = [*joint.infos]
+        model = written(joint, proto, fed=tensors)
+        inputs = {str(v.name) for v in model.graph.inputs}
+        like = joint.results[loss].meta["val"]
+        self._seed: list[torch.Tensor] = []
+        if f"{loss}{GRAD}" in inputs:
+            infos.append(InputInfo(f"{loss}{GRAD}", like.dtype, tuple(like.shape)))
+            self._seed = [torch.ones(like.shape, dtype=like.dtype, device="cpu")]
+        graph = StepGraph(
+            model,
+            inputs=tuple(infos),
+            outputs=tuple(o.name for o in proto.graph.output),
+            tensors={n: n for n in tensors if n in inputs},
+            gradients={n: f"{n}{GRAD}" for n in gradients},
+            updates={n: f"{n}{NEW}" for n in tensors if f"{n}{NEW}" in joint.results},
+        )
+        self.runner = StepRunner(graph, tensors, gradients, config)
+        self._fed = [info.name for info in infos[: len(infos) - len(self._seed)]]
+        self._loss, self._tensors, self._gradients = loss, tensors, gradients
+        self._doubts = Doubts(_ADVICE)
+        self._reference: StepReference | None = None
+        if verify:
+            reference = StepReference(module, joint, [loss], incoming, list(gradients), tensors if trains else ())
+            self._reference = None if reference.random else reference
+
+    def __call__(self, feed: Mapping[str, torch.Tensor], scale: float) -> dict[str, np.ndarray]:
+        """Outputs by name; gradients are those of ``scale`` times the loss.
+
+        Raises:
+            RefusedValueError: a node does not take the values that it was given.
+            MismatchError: the first run gives something else than torch. Running statistics are as before then.
+        """
+        for seed in self._seed:
+            seed.fill_(scale)
+        results = self._run(feed) if self._reference is None else self._compared(self._reference, feed, scale)
+        return {name: result.numpy() for name, result in results.items()}
+
+    def _run(self, feed: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        results = self.runner([*(feed[name] for name in self._fed), *self._seed])
+        return dict(zip(self.runner.graph.outputs, results, strict=True))
+
+    def _compared(
+        self, reference: StepReference, feed: Mapping[str, torch.Tensor], scale: float
+    ) -> dict[str, torch.Tensor]:
+        """Outputs of a run beside torch's; where it is not known which are right, torch's, as are gradients then.
+
+        It is the last run to be compared if it could be, in full, and nothing was different.
+        """
+        before = {n: self._tensors[n].clone() for n in self.runner.graph.updates}
+        outputs = self._run(feed)
+        try:
+            wanted, mismatch, complete = self._difference(reference, feed, before, outputs, scale)
+        except (RuntimeError, ValueError, IndexError):  # values that torch refuses; those of another run it may not
+            return outputs
+        if mismatch is None:
+            self._reference = None if complete else reference
+            return outputs
+
+        def again(seed: int) -> Mismatch | None:
+            return self._with_other_weights(reference, feed, before, scale, seed)
+
+        try:
+            self._doubts.settle(0, mismatch, again)
+        except MismatchError:
+            self._write(before)
+            raise
+        self._write({n: wanted[f"{n}{NEW}"] for n in before})
+        for name, gradient in self._gradients.items():
+            gradient.copy_(wanted[f"{name}{GRAD}"])
+        return {name: wanted[name] for name in outputs}
+
+    def _difference(
+        self,
+        reference: StepReference,
+        feed: Mapping[str, torch.Tensor],
+        before: Mapping[str, torch.Tensor],
+        outputs: Mapping[str, torch.Tensor],
+        scale: float,
+    ) -> tuple[dict[str, torch.Tensor], Mismatch | None, bool]:
+        """torch's results, what is not like them in the last run from the statistics ``before``, and whether all was
+        compared: a scaled loss may have gradients beyond 16 bits, which are not."""
+        values = {**self._tensors, **before, **feed, **{f"{self._loss}{GRAD}": seed for seed in self._seed}}
+        got = dict(outputs)
+        got |= {f"{n}{GRAD}": g for n, g in self._gradients.items()}
+        got |= {f"{n}{NEW}": self._tensors[n] for n in before}
+        wanted = reference.results(values)
+        finite = all(bool(torch.isfinite(wanted[f"{n}{GRAD}"]).all()) for n in self._gradients)
+        complete = finite or scale == 1.0
+        compared = (
+            wanted if complete else {n: t for n, t in wanted.items() if n.removesuffix(GRAD) not in self._gradients}
+        )
+        return wanted, reference.mismatch(got, compared, values), complete
+
+    def _with_other_weights(
+        self,
+        reference: StepReference,
+        feed: Mapping[str, torch.Tensor],
+        before: Mapping[str, torch.Tensor],
+        scale: float,
+        seed: int,
+    ) -> Mismatch | None:
+        """What is not like torch's in a run with weights that are a little different."""
+        now = {n: t.clone() for n, t in self._tensors.items()}
+        self._write(before)
+        names = list(self._tensors)
+        chosen = [i for i, n in enumerate(names) if n in self._gradients]
+        self._write(dict(zip(names, varied(list(self._tensors.values()), chosen, seed), strict=True)))
+        try:
+            return self._difference(reference, feed, before, self._run(feed), scale)[1]
+        finally:
+            self._write(now)
+
+    def _write(self, values: Mapping[str, torch.Tensor]) -> None:
+        for name, value in values.items():
+            self._tensors[name].copy_(value)
+
+
+def save_graphs(
+    model: onnx.ModelProto,
+    parameters: TrainingParameters,
+    loss: str,
+    weights: list[str],
+    updates: WeightUpdate | None,
+    *,
+    verify: bool,
+) -> None:
+    """Write the forward graph as it was read, the gradient graph, and the graph of the update.
+
+    The update is a graph of its own, because ONNX Runtime might write a weight before it has read it: the file of
+    ``model_with_training_graph_path`` is the gradient graph, and the update lies beside it as ``<path>.update.onnx``.
+    """
+    if parameters.model_after_graph_transforms_path:
+        save_onnx(ir.from_proto(model), Path(parameters.model_after_graph_transforms_path))
+    paths = [p for p in (parameters.model_with_gradient_graph_path, parameters.model_with_training_graph_path) if p]
+    if not paths:
+        return
+    builder = GradientGraphBuilder(model, {loss}, set(weights), loss)
+    builder.build(verify=None if verify else False)
+    for path in paths:
+        builder.save(path)
+    if parameters.model_with_training_graph_path and updates is not None:
+        save_onnx(updates.updater.graph(), Path(f"{parameters.model_with_training_graph_path}.update.onnx"))
