@@ -121,6 +121,7 @@ BEFORE = {
     "on-device.md": [
         "network, x, labels = Network(), torch.randn(5, 12), torch.arange(5) % 3\n"
         "batches = [(x.numpy(), labels.numpy())] * 2",
+        "write_onnx('network.onnx')",
     ],
     "onnx-gradients.md": [f"write_onnx(); {ARRAYS}"],
     "onnx-reader.md": [f"write_onnx(); {ARRAYS}; x, y = map(torch.from_numpy, (x, y))"],

@@ -28,7 +28,7 @@ X = torch.linspace(-1, 1, 12).reshape(4, 3)
 @pytest.fixture(scope="module")
 def context():
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lightning_ort.export", "lightning_ort.ondevice.generate"])
+    context.set_forkserver_preload(["lightning_ort.export", "lightning_ort.ondevice.artifacts"])
     return context
 
 

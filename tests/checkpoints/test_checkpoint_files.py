@@ -20,8 +20,8 @@ from orttrainer_models import DATA
 from parity import fit, make_trainer, quiet, state_of
 
 from lightning_ort import CheckpointError, ORTCheckpointIO, ORTStrategy
+from lightning_ort.checkpoints import orttrainer as trainer_files
 from lightning_ort.files.writing import write_file
-from lightning_ort.trainer import checkpoint as trainer_files
 
 # -- writing ----------------------------------------------------------------------------------------------------------
 
@@ -56,7 +56,7 @@ def kill_during_a_save(pid, folder, delays):
 def test_last_checkpoint_survives_kill(tmp_path):
     """A process that does nothing but write checkpoints is killed at 6 random points, 3 of them during a save."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lightning_ort.checkpoints", "lightning_ort.trainer.checkpoint"])
+    context.set_forkserver_preload(["lightning_ort.checkpoints", "lightning_ort.checkpoints.orttrainer"])
     delays = random.Random(0)
     done = context.Value("q", 0)
     for kill in range(6):

@@ -239,7 +239,7 @@ def test_version(capsys):
     import lightning_ort
     from lightning_ort.cli import main
 
-    project = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     (target,) = re.findall(r'^lightning-ort = "(.+)"$', project, re.MULTILINE)
     assert pkgutil.resolve_name(target) is main
     assert call("--version") == 0

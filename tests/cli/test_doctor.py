@@ -12,7 +12,7 @@ from lightning_ort import environment
 from lightning_ort.cli import doctor, main
 from lightning_ort.environment import OnnxRuntime, OnnxRuntimeConflictError
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def listing(capsys) -> str:

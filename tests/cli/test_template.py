@@ -19,7 +19,7 @@ from parity import needs_ort, quiet
 pytest.importorskip("jsonargparse")
 pytestmark = needs_ort
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

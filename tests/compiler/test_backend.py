@@ -9,7 +9,7 @@ from torch import nn
 
 import lightning_ort
 from lightning_ort.compiler import ORTBackend
-from lightning_ort.compiler.executable import Executable
+from lightning_ort.compiler.executors.executable import Executable
 from lightning_ort.compiler.plan import Plan
 from lightning_ort.runtime.config import RuntimeConfig
 

@@ -97,6 +97,11 @@ LAYERS = {
     ),
     "adaptive avg pool": (pool(F.adaptive_avg_pool2d, output_size=4), IMAGE),
     "adaptive max pool": (pool(F.adaptive_max_pool2d, output_size=4), IMAGE),
+    "fractional max pool": (pool(F.fractional_max_pool2d, kernel_size=2, output_size=(5, 3)), IMAGE),
+    "fractional max pool 3d": (
+        lambda: Function(lambda x: F.fractional_max_pool3d(x, 2, output_ratio=0.6), nn.Conv3d(4, 2, 1)),
+        VOLUME,
+    ),
     "upsample nearest": (pool(F.interpolate, scale_factor=2), IMAGE),
     "upsample bilinear": (pool(F.interpolate, size=(13, 15), mode="bilinear", align_corners=True), IMAGE),
     "upsample bicubic": (pool(F.interpolate, scale_factor=2, mode="bicubic"), IMAGE),

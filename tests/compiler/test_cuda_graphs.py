@@ -16,8 +16,8 @@ from test_coverage_layers import BATCH, LAYERS, Function, first, scalar
 from torch import fx, nn
 
 from lightning_ort.compiler import ORTBackend
-from lightning_ort.compiler.draws import DRAWS
-from lightning_ort.compiler.surroundings import drawing_as_traced
+from lightning_ort.compiler.global_state import drawing_as_traced
+from lightning_ort.compiler.random import DRAWS
 from lightning_ort.runtime.config import RuntimeConfig
 
 pytestmark = pytest.mark.skipif(not possible, reason="knows torch's libraries for 64-bit Linux only")

@@ -132,6 +132,11 @@ SLICES = [
     Case("assign_batch_step", lambda x: assigned(x, slice(None, None, 2)), one(6)),
     Case("assign_all", lambda x: assigned(x, slice(None), slice(None)), one(6)),
     Case("diff", lambda x: x.diff(dim=1), one(6)),
+    # ONNX Runtime makes slices of these
+    Case("falling_rows", lambda x: x[torch.arange(x.shape[0] - 1, -1, -1)] * 2, one(6)),
+    Case("every_second_falling_row", lambda x: x[torch.arange(x.shape[0] - 1, -1, -2)] * 2, one(6)),
+    Case("falling_rows_from_the_first", lambda x: x[torch.arange(0, -x.shape[0], -1)] * 2, one(6)),
+    Case("last_rows", lambda x: x[torch.arange(-(x.shape[0] // 2), 0)] * 2, one(6)),
 ]
 
 

@@ -6,8 +6,12 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
+import torch
+from torch import nn
 
+from lightning_ort.compiler import ORTBackend
 from lightning_ort.compiler.passes import save_memory
+from lightning_ort.compiler.passes.recompute import SIZES
 
 
 def _model(*, operand_stays: bool, size: int = 512) -> ir.Model:
@@ -25,6 +29,7 @@ def _model(*, operand_stays: bool, size: int = 512) -> ir.Model:
     def op(op_type, *inputs):
         nodes.append(ir.node(op_type, list(inputs), name=f"{op_type}_{len(nodes)}"))
         nodes[-1].outputs[0].name = f"v{len(nodes)}"
+        nodes[-1].outputs[0].meta[SIZES] = (size, size)
         return nodes[-1].outputs[0]
 
     kept = op("Tanh", x)
@@ -65,3 +70,38 @@ def test_nothing_is_kept_longer_for_it_and_small_values_stay(options):
     nodes = len(model.graph)
     assert not save_memory(model)
     assert len(model.graph) == nodes
+
+
+class Scaled(nn.Module):
+    """A layer that keeps its input divided by its root mean square, and that times a weight, for the backward pass."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(features) + 0.5)
+        self.up, self.down = nn.Linear(features, 2 * features), nn.Linear(2 * features, features)
+
+    def forward(self, x):
+        scaled = self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
+        return x + self.down(self.up(scaled).relu())
+
+
+def test_a_node_that_two_values_are_made_of_is_computed_again_for_each(monkeypatch):
+    models = []
+    monkeypatch.setattr(
+        "lightning_ort.compiler.plan.save_memory", lambda model: models.append(model) or save_memory(model)
+    )
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(16, 16), *[Scaled(16) for _ in range(4)])
+    step = torch.compile(lambda x: module(x).square().mean(), backend=ORTBackend(on_unsupported="error"))
+    for batch in (5, 7):
+        module.zero_grad()
+        x = torch.randn(batch, 3, 16)
+        step(x).backward()
+        got = [p.grad.clone() for p in module.parameters()]
+        module.zero_grad()
+        module(x).square().mean().backward()
+        for p, gradient in zip(module.parameters(), got, strict=True):
+            torch.testing.assert_close(gradient, p.grad, rtol=1e-4, atol=1e-6)
+    names = [n.name for n in models[-1].graph]
+    assert len(set(names)) == len(names)
+    assert any(n.endswith("_again_2") for n in names), "the network does not show what it is for"

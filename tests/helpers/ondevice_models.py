@@ -11,8 +11,9 @@ import onnxruntime
 from orttrainer_models import ADAM, Recording
 from safetensors.numpy import load_file
 
+from lightning_ort.checkpoints.state import OptimizerState
 from lightning_ort.ondevice import CheckpointState, Module, Optimizer, OptimizerConfig
-from lightning_ort.ondevice.flavour import Artifacts, flavour_named
+from lightning_ort.ondevice.formats import Artifacts, flavour_named
 
 
 def config_of(recording: Recording) -> OptimizerConfig:
@@ -34,7 +35,9 @@ def config_of(recording: Recording) -> OptimizerConfig:
 def rewritten(artifacts: Artifacts, directory: Path, config: OptimizerConfig, flavour: str = "portable") -> Path:
     """The same artifacts with another optimizer."""
     old = artifacts.state
-    state = dataclasses.replace(old, optimizer=config.fresh_state({n: old.parameters[n] for n in old.trained}))
+    state = dataclasses.replace(
+        old, optimizer=OptimizerState.fresh(config, {n: old.parameters[n] for n in old.trained})
+    )
     flavour_named(flavour).write(dataclasses.replace(artifacts, state=state, optimizer=config), directory, "")
     return directory
 

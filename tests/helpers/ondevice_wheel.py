@@ -10,7 +10,7 @@ import numpy as np
 import onnxruntime
 import pytest
 
-DATA = Path(__file__).parent / "data" / "ondevice"
+DATA = Path(__file__).parents[1] / "data" / "ondevice"
 WHEEL = importlib.util.find_spec("onnxruntime.training") is not None
 needs_wheel = pytest.mark.skipif(not WHEEL, reason="this ONNX Runtime has no training API (onnxruntime-training-cpu)")
 

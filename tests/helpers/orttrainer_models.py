@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_ort import ORTTrainer, ORTTrainerOptions, optim
 
-DATA = Path(__file__).parent / "data" / "orttrainer"
+DATA = Path(__file__).parents[1] / "data" / "orttrainer"
 ADAM, LAMB, SGD = optim.AdamConfig, optim.LambConfig, optim.SGDConfig
 
 

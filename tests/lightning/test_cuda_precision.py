@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from lightning_ort.compiler import ORTBackend, executable, plan
-from lightning_ort.compiler.preference import faster_in_torch
+from lightning_ort.compiler import ORTBackend, plan
+from lightning_ort.compiler.executors import onnxruntime as executor
+from lightning_ort.compiler.mixed_precision import CONVOLUTIONS, PRODUCTS, Widening
+from lightning_ort.compiler.placement import better_in_torch
 from lightning_ort.compiler.trace import Traced
-from lightning_ort.compiler.widen import CONVOLUTIONS, PRODUCTS, Widening
 from lightning_ort.runtime.config import RuntimeConfig
 
 aten = torch.ops.aten
@@ -44,13 +45,13 @@ def as_on_a_gpu(monkeypatch):
     """Choices for a GPU, in sessions of the CPU."""
 
     def choose(graph, config, device):
-        return faster_in_torch(graph, config, torch.device("cuda", 0))
+        return better_in_torch(graph, config, torch.device("cuda", 0))
 
     def rewrite(traced, *, rounded, kept):
         return Widening(traced, rounded=rounded, kept=PRODUCTS | CONVOLUTIONS)
 
-    monkeypatch.setattr(executable, "Widening", rewrite)
-    monkeypatch.setattr(plan, "faster_in_torch", choose)
+    monkeypatch.setattr(executor, "Widening", rewrite)
+    monkeypatch.setattr(plan, "better_in_torch", choose)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
@@ -130,5 +131,5 @@ def test_what_a_gpu_leaves_to_cudnn(pixels, dtype, wanted):
         graph = torch.fx.experimental.proxy_tensor.make_fx(step)(*args).graph
     device = torch.device("cuda", 0)
 
-    assert [n.target for n in graph.nodes if n in faster_in_torch(graph, RuntimeConfig(), device)] == wanted
-    assert not faster_in_torch(graph, RuntimeConfig(placement="onnxruntime"), device)
+    assert [n.target for n in graph.nodes if n in better_in_torch(graph, RuntimeConfig(), device)] == wanted
+    assert not better_in_torch(graph, RuntimeConfig(placement="onnxruntime"), device)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ort import ORTPrecision, amp
-from lightning_ort.scalers import StepInfo
+from lightning_ort.amp.rules import StepInfo
 
 pytestmark = needs_ort
 

@@ -54,7 +54,8 @@ class Attends(Regressor):
 )
 def test_double(make, train):
     """Weights, statistics and losses agree to 1e-9, and the weights are double."""
-    in_torch = ("aten.gelu", "aten.erf")  # ONNX Runtime's Erf is for single precision
+    # ONNX Runtime's Erf and AveragePool are for single precision
+    in_torch = ("aten.gelu", "aten.erf", "aten.avg_pool2d")
     _, other = assert_fit_parity(
         make, train, partial(train, 24), precision="64-true", logger=MemoryLogger, in_torch=in_torch
     )

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from modules import Regressor, curve
 from parity import STRATEGY, assert_same_state, make_trainer, quiet, state_of
 
@@ -130,18 +131,44 @@ def test_provider_that_is_not_there(provider):
     ("arguments", "match"),
     [
         ({"on_unsupported": "ignore"}, "on_unsupported"),
-        ({"placement": "torch"}, "placement='torch'.*'onnxruntime'"),
+        ({"placement": "eager"}, "placement='eager'.*'onnxruntime' or 'torch'"),
         ({"providers": []}, "providers"),
         ({"providers": "CPUExecutionProvider"}, "providers"),
         ({"providers": ["CPUExecutionProvider"], "provider_options": [{}, {}]}, "provider_options"),
         ({"provider_options": {"CUDAExecutionProvider": {}}}, "provider_options|CUDAExecutionProvider"),
         ({"session_options": {"no_such_option": 1}}, "no_such_option"),
+        ({"session_options": []}, r"session_options=\[\] \(a list\): expected an onnxruntime.SessionOptions"),
+        (
+            {"session_options": {"intra_op_num_threads": None}},
+            r"session_options\['intra_op_num_threads'\]=None: expected",
+        ),
+        ({"session_options": {"intra_op_num_threads": -1}}, r"session_options\['intra_op_num_threads'\]=-1: expected"),
+        ({"session_options": {"enable_mem_pattern": "yes"}}, "'enable_mem_pattern'.*expected True or False"),
+        ({"session_options": {"add_session_config_entry": 1}}, "has no 'add_session_config_entry'"),
+        (
+            {"session_options": {"session.intra_op_thread_affinities": "q", "intra_op_num_threads": 2}},
+            "session_options.*refused by ONNX Runtime",
+        ),
+        (
+            {"providers": ["CPUExecutionProvider"], "provider_options": {"CPUExecutionProvider": {"threads": 1}}},
+            "provider_options has 'threads' for CPUExecutionProvider",
+        ),
+        (
+            {"providers": ["CPUExecutionProvider"], "provider_options": {"CPUExecutionProvider": {"a": None}}},
+            "provider_options of CPUExecutionProvider have 'a': None",
+        ),
+        ({"providers": [3]}, "providers holds 3"),
+        ({"providers": 3}, "providers=3: expected a list"),
+        ({"verify": None}, "verify=None: expected True or False"),
+        ({"optimizer": ["ort"]}, r"optimizer=\['ort'\]"),
+        ({"precision_plugin": "16-mixed"}, "precision='16-mixed'"),
+        ({"device": "nowhere"}, "device='nowhere'"),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(f"{k}={v}" for k, v in value.items()),
 )
 def test_arguments(arguments, match):
     """Wrong arguments are named by the constructor, with the value that was given."""
-    with pytest.raises((ValueError, TypeError, RuntimeError), match=match):
+    with pytest.raises((ValueError, TypeError, RuntimeError, MisconfigurationException), match=match):
         ORTStrategy(**arguments)
 
 

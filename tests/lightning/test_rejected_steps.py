@@ -122,7 +122,7 @@ def test_an_assertion_fails_with_its_message() -> None:
 
 
 def test_other_errors_of_onnx_runtime_stay_what_they_are() -> None:
-    from lightning_ort.runtime.refusals import refusal
+    from lightning_ort.runtime.value_errors import refusal
 
     text = "Non-zero status code returned while running {} node. Name:'{}' Status Message: {}"
     assert refusal(RuntimeError("no memory"), {}) is None

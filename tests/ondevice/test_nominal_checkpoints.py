@@ -66,12 +66,21 @@ def test_a_nominal_checkpoint_is_completed_by_a_buffer(written, tmp_path):
     folder, flavour = written
     state, module, optimizer = opened(folder, flavour, "a_checkpoint")
     other, nominal, fresh = opened(folder, flavour, "a_nominal_checkpoint")
-    assert [name for name, _ in other.parameters] == WEIGHTS and not other.parameters["3.bias"].requires_grad
+    assert [name for name, _ in other.parameters] == WEIGHTS and not dict(other.parameters)["3.bias"].requires_grad
     assert fresh.get_learning_rate() == optimizer.get_learning_rate() == pytest.approx(0.02, rel=1e-7)
     assert (optimizer.step_count, fresh.step_count) == (1, 0)
     x, y = (t.numpy() for t in batches()[0])
-    for use in (lambda: nominal(x, y), nominal.get_contiguous_parameters, lambda: other.parameters["0.bias"].data):
-        with pytest.raises(RuntimeError, match="no values yet: the checkpoint is a nominal one"):
+    uses = [
+        (lambda: nominal(x, y), "the model parameters"),
+        (nominal.get_contiguous_parameters, "the model parameters"),
+    ]
+    uses += [(fresh.step, "the model parameters"), (lambda: other.parameters["0.bias"], "the parameter states")]
+    uses += [(lambda: dict(other.parameters)["0.bias"].grad, "the parameter states")]
+    uses += [(lambda: other.parameters.__setitem__("0.bias", x), "all the parameter states")]
+    for use, what in uses:
+        with pytest.raises(
+            RuntimeError, match=f"no values yet: the checkpoint is a nominal one.* Please load {what} first"
+        ):
             use()
     with pytest.raises(ValueError, match="a nominal one, which has no values"):
         copy_from_torch(other, network())

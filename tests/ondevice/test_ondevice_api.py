@@ -17,9 +17,11 @@ from safetensors.torch import load_file, save_file
 from lightning_ort.ondevice import (
     CheckpointState,
     LinearLRScheduler,
+    LossType,
     Module,
     Optimizer,
     OptimizerConfig,
+    OptimType,
     generate_artifacts,
 )
 
@@ -51,7 +53,7 @@ def arrays(k=0):
 
 def test_gradients_accumulate_as_a_sum_until_they_are_reset(written):
     state, module, optimizer = opened(written)
-    assert state.parameters["fc2.weight"].grad is None
+    np.testing.assert_array_equal(state.parameters["fc2.weight"].grad, np.zeros((16, 32), np.float32))
     expected = torch.zeros(16, 32)
     for k in range(3):
         module(*arrays(k))
@@ -240,6 +242,32 @@ def test_steps_in_the_wrong_order_are_refused(written):
         Module(written / "train_step.onnx", {})
     with pytest.raises(TypeError, match="Property 'x' is a list; expected an int, a float or a str"):
         state.properties["x"] = [1]
+
+
+@pytest.mark.parametrize("flavour", ["portable", "ort-training"])
+def test_where_nothing_is_trained_there_are_losses_all_the_same(tmp_path, flavour):
+    """Training steps change running statistics alone; there is no optimizer, and no gradient."""
+    network = torch.nn.Sequential(torch.nn.Linear(20, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 10))
+    x, y = batches()[0]
+    written = generate_artifacts(
+        network, tmp_path, inputs=(x, y), loss=LossType.CrossEntropyLoss, requires_grad=[], flavour=flavour
+    )
+    assert written.optimizer is None and not [p for p in tmp_path.iterdir() if "optim" in p.name]
+    (checkpoint,) = tmp_path.glob("checkpoint*")
+    state = CheckpointState.load_checkpoint(checkpoint)
+    train = tmp_path / ("gradients.onnx" if flavour == "portable" else "training_model.onnx")
+    module = Module(train, state, tmp_path / ("eval_step.onnx" if flavour == "portable" else "eval_model.onnx"))
+    for training in (True, True, False):
+        got = module.train(training)(x.numpy(), y.numpy())
+        expected = F.cross_entropy(network.train(training)(x), y).item()
+        assert got == pytest.approx(expected, abs=1e-5)
+    assert state.parameters["0.weight"].grad is None and module.get_parameters_size() == 0
+    with pytest.raises(ValueError, match="no such parameters: the checkpoint has none, or none that is trained"):
+        module.get_contiguous_parameters(trainable_only=True)
+    with pytest.raises(ValueError, match="No parameter is trained: none is left by requires_grad"):
+        generate_artifacts(
+            network, tmp_path, inputs=(x, y), loss="CrossEntropyLoss", requires_grad=[], optimizer=OptimType.SGD
+        )
 
 
 def edit(path, change):

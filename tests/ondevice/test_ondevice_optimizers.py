@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_ort.ondevice.optimizers import OptimizerConfig
+from lightning_ort.ondevice.optimizer_config import OptimizerConfig
+from lightning_ort.optim.update import Update
 from lightning_ort.runtime.config import RuntimeConfig
-from lightning_ort.updates import Update
 
 CASES = {
     "adamw": (OptimizerConfig("AdamW", weight_decay=0.1), torch.optim.AdamW, {"weight_decay": 0.1}),

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from lightning_ort.ondevice import CheckpointState, Module, Optimizer, generate_artifacts
 
-EXAMPLES = Path(__file__).parents[1] / "examples" / "ondevice"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "ondevice"
 ALONE = """
 import runpy, sys
 for name in ("torch", "lightning_ort", "onnx", "safetensors", "lightning"):

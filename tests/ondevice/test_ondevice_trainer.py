@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 
 import lightning_ort
 from lightning_ort.ondevice import OptimizerConfig, generate_artifacts
-from lightning_ort.ondevice.exchange.torch_optimizer import optimizer_of_torch
-from lightning_ort.ondevice.flavour import flavour_named
-from lightning_ort.ondevice.torch_optimizer import config_of
+from lightning_ort.ondevice.exchange_optimizers import optimizer_of_torch
+from lightning_ort.ondevice.formats import flavour_named
+from lightning_ort.ondevice.optimizer_config import config_of
 
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, 0.02, weight_decay=0.1),
@@ -94,7 +94,7 @@ def test_nothing_is_written_in_a_trial(tmp_path):
     callback = lightning_ort.ORTArtifacts(tmp_path / "artifacts")
     fit(Module(), tmp_path, callbacks=[callback], fast_dev_run=True)
     assert callback.artifacts is None and not (tmp_path / "artifacts").exists()
-    with pytest.raises(ValueError, match="flavour='x': expected one of"):
+    with pytest.raises(ValueError, match="flavour='x': expected 'portable' or"):
         lightning_ort.ORTArtifacts(flavour="x")
     with pytest.raises(ValueError, match="no module yet"):
         lightning_ort.ORTStrategy().export_artifacts(tmp_path)

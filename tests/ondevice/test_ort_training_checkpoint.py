@@ -9,10 +9,10 @@ import pytest
 import torch
 from ondevice_wheel import DATA, WheelTraining, needs_wheel
 
-from lightning_ort.ondevice.ort_training import checkpoint as checkpoints
-from lightning_ort.ondevice.ort_training.checkpoint import is_checkpoint, read_checkpoint, write_checkpoint
-from lightning_ort.ondevice.ort_training.flatbuffer import decode, encode
-from lightning_ort.ondevice.state import OptimizerState, TrainingState
+from lightning_ort.checkpoints import ort_training as checkpoints
+from lightning_ort.checkpoints.flatbuffer import decode, encode
+from lightning_ort.checkpoints.ort_training import is_checkpoint, read_checkpoint, write_checkpoint
+from lightning_ort.checkpoints.state import OptimizerState, TrainingState
 
 FILES = sorted(str(p.relative_to(DATA)) for p in DATA.glob("*/*checkpoint*"))
 

@@ -16,12 +16,11 @@ from onnx import helper
 from torch import Tensor
 
 from lightning_ort import UnsupportedError
-from lightning_ort.ondevice.optimizers import OptimizerConfig
-from lightning_ort.ondevice.ort_training.checkpoint import read_checkpoint, write_checkpoint
-from lightning_ort.ondevice.ort_training.names import METADATA
-from lightning_ort.ondevice.ort_training.optimizer_model import optimizer_model
-from lightning_ort.ondevice.ort_training.read_optimizer import read_optimizer
-from lightning_ort.ondevice.state import OptimizerState, TrainingState
+from lightning_ort.checkpoints.ort_training import read_checkpoint, write_checkpoint
+from lightning_ort.checkpoints.state import OptimizerState, TrainingState
+from lightning_ort.ondevice.formats.ort_training.names import METADATA
+from lightning_ort.ondevice.formats.ort_training.optimizer import optimizer_model, read_optimizer
+from lightning_ort.ondevice.optimizer_config import OptimizerConfig
 
 TRAINING = """<ir_version: 10, opset_import: ["" : 20, "com.microsoft" : 1]>
 step (float[3] x, float[3] w, float[2] u, float[3] "w_grad.accumulation.buffer", float[2] "u_grad.accumulation.buffer",
@@ -149,7 +148,7 @@ def test_edited_and_other_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match="it has 0 optimizers, expected one"):
         read_optimizer(path, 2)
     path.write_bytes(b"no model")
-    with pytest.raises(ValueError, match="no ONNX model, or a truncated one"):
+    with pytest.raises(ValueError, match="no ONNX model, or a damaged one"):
         read_optimizer(path, 2)
     with pytest.raises(FileNotFoundError, match="There is no ONNX file"):
         read_optimizer(tmp_path / "none.onnx", 2)

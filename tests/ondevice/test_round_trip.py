@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from ondevice_wheel import needs_wheel
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "ondevice" / "round_trip.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "ondevice" / "round_trip.py"
 
 
 @pytest.mark.parametrize("api", ["lightning_ort", pytest.param("onnxruntime", marks=needs_wheel)])

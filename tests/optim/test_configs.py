@@ -33,6 +33,27 @@ WRONG = [
     (lambda: AdamConfig(weight_decay_mode=1), AssertionError, "'weight_decay_mode' must be a AdamConfig.DecayMode"),
     (lambda: LambConfig(ratio_min=1), AssertionError, "'ratio_min' must be a valid float"),
     (lambda: AdamConfig(betas=(1, 2)), TypeError, "got an unexpected keyword argument 'betas'"),
+    (lambda: AdamConfig(lr=None), AssertionError, "'lr' must be a positive number, not None"),
+    (
+        lambda: AdamConfig(lr=math.inf),
+        AssertionError,
+        "'lr' must be a positive number, not inf; expected a number from 0 that is",
+    ),
+    (lambda: LambConfig(lr=math.nan), AssertionError, "'lr' must be a positive number, not nan"),
+    (lambda: SGDConfig(None), AssertionError, "'params' must be an empty list for SGD"),
+    (lambda: AdamConfig(beta=1), AssertionError, "'beta' must be a positive number, not 1; expected a number from 0"),
+    (lambda: AdamConfig(max_norm_clip=-1), AssertionError, "'max_norm_clip' must be a positive number, or inf"),
+    (lambda: AdamConfig(max_norm_clip=math.nan), AssertionError, "'max_norm_clip' must be a positive number, or inf"),
+    (lambda: AdamConfig(lambda_coef=[]), AssertionError, "'lambda_coef' must be a positive number, not []"),
+    (lambda: AdamConfig([{"params": [3], "alpha": 0.5}]), TypeError, "'params' of a group holds 3"),
+    (lambda: AdamConfig([{"params": ["w"], "epsilon": None}]), AssertionError, "'epsilon' must be a positive number"),
+    (lambda: LambConfig(ratio_min=2.0, ratio_max=1.0), AssertionError, "'ratio_min' (2.0) must not be above"),
+    (lambda: LambConfig(ratio_max=math.nan), AssertionError, "'ratio_max' must be a valid float, not nan"),
+    (lambda: optim._OptimizerConfig("Foo", [], {"lr": 0.1}), AssertionError, "'name' must be one of 'AdamOptimizer'"),
+    (lambda: lr_scheduler.CosineWarmupLRScheduler(9, math.inf), AssertionError, "cycles must be a positive float"),
+    (lambda: amp.LossScaler(math.inf), AssertionError, "'loss_scale' must be a positive float, and finite"),
+    (lambda: amp.DynamicLossScaler(min_loss_scale=None), AssertionError, "'min_loss_scale' must be a positive float"),
+    (lambda: amp.DynamicLossScaler(loss_scale=True), AssertionError, "'loss_scale' must be a positive float"),
     (lambda: AdamConfig(alpha="1"), ValueError, "Optimizer attributes must be either float or int"),
     (
         lambda: lr_scheduler.ConstantWarmupLRScheduler(0),
@@ -83,7 +104,33 @@ def test_groups_override_defaults_and_are_not_changed():
     assert groups == [{"params": ["a", "b"], "lambda_coef": 1}, {"params": ["b"], "alpha": 0.5}]
 
 
+def test_groups_hold_all_hyper_parameters():
+    (group,) = AdamConfig([{"params": ["a"], "alpha": 0.5}], lambda_coef=0.1).params
+    assert group == {**AdamConfig(lambda_coef=0.1).defaults, "params": ["a"], "alpha": 0.5} and group["lambda"] == 0.1
+
+
+class Broken(lr_scheduler._LRScheduler):
+    """Gives what it is told."""
+
+    def __init__(self, rates):
+        super().__init__()
+        self.rates = rates
+
+    def get_lr(self, train_step_info):
+        return self.rates
+
+
+@pytest.mark.parametrize("rates", [None, [], 0.1, [0.1, 0.2], ["0.1"], [math.nan], [math.inf], [-1.0]])
+def test_rates_that_are_none_are_refused(rates):
+    schedule = Broken(rates)
+    with pytest.raises((TypeError, ValueError), match=r"Broken.*expected"):
+        schedule._step(TrainStepInfo(SGDConfig(lr=0.1)))
+    with pytest.raises(AssertionError, match="must be computed by a training step"):
+        schedule.get_last_lr()
+
+
 def test_schedules_by_their_formulas():
+    assert optim.PolyWarmupLRScheduler is lr_scheduler.PolyWarmupLRScheduler
     info = TrainStepInfo(SGDConfig(lr=0.1))
     total, warmup = 20, 0.23 * 20
     schedules = {
@@ -126,6 +173,16 @@ def test_dynamic_scale():
     assert trace == [(65536, 1), (65536, 2), (131072, 0), (131072, 1), (65536, 0), (32768, 0)]
     scaler.reset()
     assert (scaler.loss_scale, scaler._stable_steps_count) == (65536, 0)
+
+
+def test_settings_of_a_scale_may_be_whole_numbers():
+    scaler = amp.DynamicLossScaler(loss_scale=1 << 8, up_scale_window=1, min_loss_scale=5, max_loss_scale=512)
+    info = TrainStepInfo(optim.SGDConfig())
+    assert [scaler.update(info) for _ in range(2)] == [512.0, 512.0]
+    assert all(isinstance(v, float) for v in (scaler.loss_scale, scaler.min_loss_scale, scaler.max_loss_scale))
+    # as float32, which the factor is in a graph, 2 ** 128 would be infinite
+    scaler = amp.DynamicLossScaler(loss_scale=2.0**127, up_scale_window=1, max_loss_scale=math.inf)
+    assert scaler.update(info) == 2.0**127
 
 
 def test_dynamic_scale_stays_in_its_limits():

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from lightning_ort.optim.rules import SGD, Adam, FusedAdam
 from lightning_ort.runtime.config import RuntimeConfig
-from lightning_ort.updates import SGD, Adam, FusedAdam
 
 SHAPES = [(33, 7), (129,), (), (0,), (4, 3, 2)]
 GROUPS = [0, 1, 0, 1, 1]

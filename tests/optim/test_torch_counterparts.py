@@ -13,7 +13,10 @@ from parity import make_trainer, quiet
 from torch import nn
 
 from lightning_ort import TrainStepInfo, optim
+from lightning_ort.checkpoints.names import kind_of
+from lightning_ort.ondevice.optimizer_config import config_of
 from lightning_ort.optim import AdamConfig, LambConfig, SGDConfig, lr_scheduler
+from lightning_ort.optim.torch_optim.stepper import why_not
 from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.trainer.optimizer import Optimizer
 
@@ -99,7 +102,7 @@ def test_groups_become_groups_and_come_back():
     optimizer = torch.optim.AdamW([{"params": decayed}, {"params": plain, "weight_decay": 0.0}], lr=0.1)
     torch.optim.lr_scheduler.LinearLR(optimizer, 0.5)  # sets 0.05 for now
     config = optim.config_from_torch(optimizer, net)
-    assert config.lr == 0.1 and config.params == [{"params": ["0.bias", "1.bias"], "lambda": 0.0}]
+    assert config.lr == 0.1 and config.params == [{**config.defaults, "params": ["0.bias", "1.bias"], "lambda": 0.0}]
     again = config.torch_optimizer(net)
     assert [[id(p) for p in g["params"]] for g in again.param_groups] == [list(map(id, g)) for g in (decayed, plain)]
     assert [g["weight_decay"] for g in again.param_groups] == [0.01, 0.0]
@@ -114,7 +117,7 @@ def failing():
     yield net, adam(p, amsgrad=True), "torch.optim.Adam with amsgrad=True"
     yield net, adam(p, weight_decay=0.1), "does not add it to the gradient"
     yield net, torch.optim.RMSprop(p), "torch.optim.RMSprop has no counterpart"
-    yield net, type("Mine", (sgd,), {})(p, 0.1), "Mine has no counterpart"
+    yield net, type("Mine", (sgd,), {"step": lambda self, closure=None: None})(p, 0.1), "Mine has no counterpart"
     yield net, adam([{"params": p[:2], "lr": 0.1}, {"params": p[2:]}]), "groups with lr=[0.1, 0.001]"
     yield net, adam(p[:3]), "1.bias of Sequential are not in the optimizer"
     yield net[0], adam(p), "a parameter that is none of Linear's"
@@ -129,7 +132,16 @@ def test_what_has_no_counterpart_is_named():
     with pytest.raises(ValueError, match=r"\['w'\] in a group of the optimizer are no parameters of Sequential"):
         AdamConfig([{"params": ["w"], "alpha": 0.5}]).torch_optimizer(network())
     with pytest.raises(ValueError, match="_OptimizerConfig is none of"):
-        optim._OptimizerConfig("Mine", [], {"lr": 0.1}).torch_optimizer(network())
+        optim._OptimizerConfig("SGDOptimizer", [], {"lr": 0.1}).torch_optimizer(network())
+
+
+def test_a_subclass_without_a_step_of_its_own_is_what_it_is_derived_from():
+    net = network()
+    mine = type("Mine", (torch.optim.SGD,), {})(net.parameters(), 0.1)
+    assert optim.config_from_torch(mine, net).name == "SGDOptimizer"
+    assert config_of(mine).kind == "SGD"
+    assert kind_of(mine) == ("SGDOptimizer", "")
+    assert why_not(mine) is None
 
 
 def test_frozen_weights_need_no_optimizer():

@@ -13,11 +13,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_ort import optim as own
 from lightning_ort.errors import MismatchError, UnsupportedError
-from lightning_ort.optimizer_steps import InTorch, StepHook
-from lightning_ort.optimizer_steps.choice import why_torch_is_faster
+from lightning_ort.optim.rules import Adam
+from lightning_ort.optim.torch_optim import InTorch, StepHook
+from lightning_ort.optim.torch_optim.hook import why_torch_is_faster
 from lightning_ort.report import OptimizerReport
 from lightning_ort.runtime.config import RuntimeConfig
-from lightning_ort.updates import Adam
 
 CASES = {
     "sgd": (optim.SGD, {"lr": 0.1, "weight_decay": 0.05}),

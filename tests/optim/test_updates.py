@@ -10,12 +10,12 @@ import onnxruntime
 import pytest
 import torch
 
+from lightning_ort.optim.rules import SGD, Adam, Lamb, Momentum
+from lightning_ort.optim.update import Update
+from lightning_ort.optim.update import graph as update_graph
+from lightning_ort.optim.update.graph import UpdateGraph, pieces_of
+from lightning_ort.optim.update.update import may_overwrite
 from lightning_ort.runtime.config import RuntimeConfig
-from lightning_ort.updates import SGD, Adam, Lamb, Momentum, Update
-from lightning_ort.updates import pieces as pieces_module
-from lightning_ort.updates.graph import UpdateGraph
-from lightning_ort.updates.inplace import may_overwrite
-from lightning_ort.updates.pieces import pieces_of
 
 SHAPES = [(7,), (300, 200), (33, 5), (1,), (130, 70), (), (0, 3)]
 RULES = [Adam("before"), Adam("after"), Adam("none"), Lamb(), SGD()]
@@ -110,8 +110,8 @@ def test_gradients_that_are_not_finite_change_nothing():
 
 
 def test_large_tensors_are_cut_and_small_ones_joined(monkeypatch):
-    monkeypatch.setattr(pieces_module, "CHUNK", 100)
-    monkeypatch.setattr(pieces_module, "SMALL", 20)
+    monkeypatch.setattr(update_graph, "CHUNK", 100)
+    monkeypatch.setattr(update_graph, "SMALL", 20)
     sizes, groups = [250, 5, 30, 7, 0, 19], [0, 0, 1, 1, 0, 0]
     found = pieces_of(sizes, groups, elementwise=True)
     assert sorted((p.group, [len(part) for part in p.parts]) for p in found) == [
@@ -259,7 +259,7 @@ def test_what_is_not_safe_goes_through_a_second_buffer():
 
 def test_the_graph_runs_as_it_was_checked():
     """Without graph optimization; an optimizer could take edges away on which the order relies."""
-    from lightning_ort.updates.update import _as_written
+    from lightning_ort.optim.update.update import _as_written
 
     level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     assert _as_written(RuntimeConfig()).make_session_options().graph_optimization_level == level
@@ -275,5 +275,7 @@ def test_scalar_work_is_done_once():
     types = [
         n.op_type for n in UpdateGraph(Adam("before"), pieces, [torch.float32], clip=False, guard=False).model.graph
     ]
-    assert len(pieces) == 4 and len(types) == 4 * 13 + 2
+    # a root takes seven nodes more where ONNX Runtime's own is wrong for some numbers, as in 1.19
+    each = 13 if types.count("Where") == 0 else 20
+    assert len(pieces) == 4 and len(types) == 4 * each + 2
     assert "Identity" not in types

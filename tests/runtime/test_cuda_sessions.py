@@ -14,9 +14,8 @@ from parity import fit, step_report
 
 from lightning_ort.compiler import plan
 from lightning_ort.errors import ProviderError
-from lightning_ort.runtime import cuda
 from lightning_ort.runtime.config import RuntimeConfig
-from lightning_ort.runtime.providers import choose_providers
+from lightning_ort.runtime.providers import choose_providers, cuda
 from lightning_ort.runtime.session import OrtSession
 
 CUDA, CPU, TENSORRT = "CUDAExecutionProvider", "CPUExecutionProvider", "TensorrtExecutionProvider"

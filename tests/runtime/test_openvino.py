@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_ort.compiler import ORTBackend
-from lightning_ort.runtime import bfloat16
 from lightning_ort.runtime.config import RuntimeConfig
+from lightning_ort.runtime.providers import openvino
 
 OPENVINO = "OpenVINOExecutionProvider"
 
@@ -20,7 +20,7 @@ OPENVINO = "OpenVINOExecutionProvider"
 @pytest.fixture
 def with_openvino(monkeypatch):
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [OPENVINO, "CPUExecutionProvider"])
-    monkeypatch.setattr(bfloat16, "_cpu_has_bfloat16", lambda: True)
+    monkeypatch.setattr(openvino, "_cpu_has_bfloat16", lambda: True)
 
 
 @pytest.mark.usefixtures("with_openvino")
@@ -43,13 +43,13 @@ def test_the_hint_is_given_and_the_users_settings_stay():
 def test_other_providers_and_processors_have_none(monkeypatch):
     assert RuntimeConfig().in_bfloat16() is None
     assert RuntimeConfig(["CPUExecutionProvider"]).in_bfloat16() is None
-    monkeypatch.setattr(bfloat16, "_cpu_has_bfloat16", lambda: False)
+    monkeypatch.setattr(openvino, "_cpu_has_bfloat16", lambda: False)
     assert RuntimeConfig([OPENVINO]).in_bfloat16() is None
 
 
 def test_torch_tells_what_the_processor_has():
     known = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    assert bfloat16._cpu_has_bfloat16() is bool(known)
+    assert openvino._cpu_has_bfloat16() is bool(known)
 
 
 class Net(nn.Module):
@@ -95,7 +95,7 @@ def test_results_are_not_rounded_on_the_way(monkeypatch):
 
 
 @pytest.mark.skipif(
-    OPENVINO not in onnxruntime.get_available_providers() or not bfloat16._cpu_has_bfloat16(),
+    OPENVINO not in onnxruntime.get_available_providers() or not openvino._cpu_has_bfloat16(),
     reason="needs onnxruntime-openvino, and a CPU with bfloat16 instructions",
 )
 def test_openvino_computes_in_bfloat16():

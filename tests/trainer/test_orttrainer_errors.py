@@ -6,6 +6,7 @@ import re
 
 import h5py
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 from orttrainer_models import ADAM, SGD, batches, cross_entropy, description, make, options, trainer
@@ -33,6 +34,16 @@ DESCRIPTIONS = [
     ({"outputs": OUTPUTS}, ValueError, "{'inputs': ['required field']}"),
     ({"inputs": INPUTS}, ValueError, "{'outputs': ['required field']}"),
     ({"inputs": INPUTS, "outputs": OUTPUTS, "z": 1}, ValueError, "{'z': ['unknown field']}"),
+    (
+        {"inputz": INPUTS, "outputs": OUTPUTS},
+        ValueError,
+        "{'inputs': ['required field'], 'inputz': ['unknown field']}",
+    ),
+    (
+        {"inputs": [("x", [-1])], "outputs": OUTPUTS},
+        ValueError,
+        "{'inputs': [{0: ['each shape must be a size, from 0; name one that may change']}]}",
+    ),
     ({"inputs": "x", "outputs": OUTPUTS}, IndexError, "{'inputs': ['must be of list type']}"),
     ({"inputs": [("x",)], "outputs": OUTPUTS}, IndexError, "{'inputs': [{0: ['must be a tuple with size 2']}]}"),
     (
@@ -132,6 +143,23 @@ ARGUMENTS = [
 def test_wrong_arguments(changed, kind, message):
     with pytest.raises(kind, match=re.escape(message)):
         built(**changed)
+
+
+def test_a_refused_construction_changes_nothing():
+    """Neither the module, which would be frozen in part, nor the session options, which would be deterministic."""
+    model, session = make(), onnxruntime.SessionOptions()
+    given = options(
+        utils={"frozen_weights": ["fc1.weight"]}, session_options=session, debug={"deterministic_compute": True}
+    )
+    with pytest.raises(ValueError, match="in a group of the optimizer are no weights of the model"):
+        built(model=model, optim_config=ADAM([{"params": ["nope"], "alpha": 0.5}]), options=given)
+    assert all(p.requires_grad for p in model.parameters()) and not session.use_deterministic_compute
+    session.intra_op_num_threads = -1
+    with pytest.raises(ValueError, match=r"session_options.intra_op_num_threads=-1: expected an integer from 0"):
+        built(model=model, options=given)
+    assert all(p.requires_grad for p in model.parameters()) and not session.use_deterministic_compute
+    with pytest.raises(ValueError, match=r"provider_options has 'a' for CPUExecutionProvider"):
+        built(options=options(provider_options={"CPUExecutionProvider": {"a": "b"}}))
 
 
 X, LABEL = batches(count=1)[0]
@@ -240,6 +268,16 @@ def test_arguments_in_all_forms_are_the_same():
     loss, logits = reference.train_step(X[:5], LABEL[:5])
     assert float(loss) == pytest.approx(cross_entropy(make()(X[:5]), LABEL[:5]).item(), abs=1e-6)
     assert logits.shape == (5, 10)
+
+
+def test_descriptions_are_named_tuples(used):
+    """Types come last, when they are known."""
+    fresh = built().model_desc
+    assert fresh.inputs == [("x", ["b", 20]), ("label", ["b"])] and fresh.inputs[0].dtype is None
+    assert fresh.outputs == [("loss", [], True), ("logits", ["b", 10], False)]
+    known = used.model_desc
+    assert known.inputs[1] == ("label", ["b"], torch.int64) and known.inputs[0][0] == known.inputs[0].name == "x"
+    assert known.outputs[0] == ("loss", [], True, torch.float32) and known.outputs[1].is_loss is False
 
 
 def test_no_loss_is_refused_by_training_and_not_by_evaluation():

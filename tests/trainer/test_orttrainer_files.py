@@ -1,4 +1,4 @@
-"""ONNX files that ORTTrainer writes, and the older interface."""
+"""ONNX files that ORTTrainer writes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import onnxruntime
 import pytest
 import torch
 from onnxruntime.tools import pytorch_export_contrib_ops
-from orttrainer_models import ADAM, LAMB, Recording, batches, cross_entropy, make, options, trainer
+from orttrainer_models import ADAM, LAMB, SGD, batches, cross_entropy, description, make, options, trainer
 from torch import nn
 
-from lightning_ort import ORTTrainer, amp
-from lightning_ort.ort_trainer import IODescription, ModelDescription
-from lightning_ort.ort_trainer import ORTTrainer as OldTrainer
+from lightning_ort import ORTTrainer
 
 X, LABEL = batches(count=1)[0]
 
@@ -46,6 +44,22 @@ def test_saved_model_computes_outputs_of_the_present_weights(tmp_path):
     for wrong in ("", str(tmp_path / "none" / "m.onnx")):
         with pytest.raises(ValueError, match="'path' is not valid or does not exist"):
             found.save_as_onnx(wrong)
+
+
+def test_trainer_of_an_onnx_model_saves_it_before_the_first_step(tmp_path):
+    first = trainer()
+    first.train_step(X, LABEL)
+    first.save_as_onnx(str(tmp_path / "first.onnx"))
+    second = ORTTrainer(onnx.load(tmp_path / "first.onnx"), description(), SGD(), options=options())
+    state = second.state_dict()
+    state["model"]["full_precision"]["fc3.bias"] += 1
+    second.load_state_dict(state)
+    second.save_as_onnx(str(tmp_path / "second.onnx"))
+
+    loss, logits = run(tmp_path / "second.onnx", x=X[:7], label=LABEL[:7])
+    expected = second.eval_step(X[:7], LABEL[:7])
+    np.testing.assert_allclose(loss, expected[0], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(logits, expected[1], rtol=0, atol=1e-5)
 
 
 class Activated(nn.Sequential):
@@ -103,6 +117,21 @@ def test_check_of_the_export_passes_and_finds_differences(monkeypatch):
     assert found._train_step_info.step == 0
 
 
+def test_weights_of_more_than_2_gb_lie_beside_the_file(tmp_path, monkeypatch):
+    whole = saved(tmp_path)
+    monkeypatch.setattr("lightning_ort.files.onnx_models.LARGEST_FILE", 100)
+    apart = saved(tmp_path, debug={"check_model_export": True})
+    (data,) = tmp_path.glob("m.*.data")
+    assert data.stat().st_size >= 4 * 210
+    assert [n.op_type for n in apart.graph.node] == [n.op_type for n in whole.graph.node]
+    assert [v.name for v in apart.graph.input] == ["input", "label"]
+    assert {i.name for i in apart.graph.initializer} == {"0.weight", "0.bias"}
+    module = Activated()
+    module.load_state_dict({i.name: torch.tensor(onnx.numpy_helper.to_array(i)) for i in apart.graph.initializer})
+    y = onnxruntime.InferenceSession(tmp_path / "m.onnx").run(["y"], {"input": X.numpy(), "label": LABEL.numpy()})[0]
+    np.testing.assert_allclose(y, module(X).detach(), rtol=0, atol=1e-5)
+
+
 PATHS = ["model_after_graph_transforms", "model_with_gradient_graph", "model_with_training_graph",
          "model_with_training_graph_after_optimization"]  # fmt: skip
 
@@ -122,7 +151,7 @@ def test_graphs_of_the_first_step(tmp_path, config):
     onnx.checker.check_model(training)
     # the written graph is the one that trains: it gives the weights of the first step
     feed = {**before, "x": X, "label": LABEL}
-    update = found._optimizer._update
+    update = found._optimizer.updater._update
     slots = dict(zip([i.name for i in training.graph.input], training.graph.input, strict=True))
     for name, value in slots.items():
         if "/Moment_" in name:
@@ -136,50 +165,3 @@ def test_graphs_of_the_first_step(tmp_path, config):
     got = run(tmp_path / "model_with_training_graph_after_optimization.onnx", outputs, **feed)
     for name, value in zip(before, got, strict=True):
         np.testing.assert_allclose(value, found.state_dict(True)[name], rtol=0, atol=1e-6)
-
-
-def old_trainer(attributes=None, rate=None, **settings):
-    description = ModelDescription(
-        [IODescription("x", ["b", 20], torch.float32), IODescription("label", ["b"], torch.int64)],
-        [IODescription("loss", []), IODescription("logits", ["b", 10])],
-    )
-    with pytest.warns(DeprecationWarning, match="keeps old scripts running"):
-        return OldTrainer(
-            make(), cross_entropy, description, "AdamOptimizer", attributes, IODescription("Learning_Rate", [1]), "cpu",
-            get_lr_this_step=rate, enable_grad_norm_clip=False, **settings,
-        )  # fmt: skip
-
-
-def test_older_interface_trains_the_same():
-    recording = Recording("mlp_adam_lr1e-2")
-    by_input, by_function = old_trainer(), old_trainer(rate=lambda step: 0.01)
-    for k, (x, label) in enumerate(batches(count=5)):
-        rate = torch.tensor([0.01])
-        got = by_input.train_step(x, label, rate) if k % 2 else by_input.train_step(x, label, Learning_Rate=rate)
-        same = by_function.train_step(x, label)
-        assert torch.equal(got[0], same[0])
-        np.testing.assert_allclose(float(got[0]), recording.arrays["losses"][k], rtol=0, atol=2e-6)
-    assert by_function.eval_step(X, LABEL, fetches=["loss"]).shape == ()
-    state = by_input.state_dict()
-    assert state["Moment_1_fc1.bias"].shape == (32,) and state["Update_Count_fc1.bias"].tolist() == [6]
-    fresh = old_trainer(rate=lambda step: 0.01)
-    fresh.load_state_dict(state)
-    assert torch.equal(fresh.train_step(X, LABEL)[0], by_function.train_step(X, LABEL)[0])
-    with pytest.raises(RuntimeError, match=r"unexpected keys: \['nope'\]"):
-        fresh.load_state_dict({"nope": X}, strict=True)
-
-
-def test_older_interface_maps_attributes_and_tells_of_finite_gradients():
-    attributes = {"fc1.weight": {"lambda": 0.1, "alpha": 0.8}}
-    found = old_trainer(
-        lambda name: attributes.get(name, {}), use_mixed_precision=True, loss_scaler=amp.DynamicLossScaler()
-    )
-    assert found._trainer.optim_config.hyper_parameters("fc1.weight")["lambda"] == 0.1
-    assert len(found.train_step(X, LABEL, torch.tensor([0.01]))) == 3
-    with (
-        pytest.warns(DeprecationWarning, match="keeps old scripts running"),
-        pytest.raises(ValueError, match="training_optimizer_name='Adam'; expected one of AdamOptimizer"),
-    ):
-        OldTrainer(make(), cross_entropy, ModelDescription([], []), "Adam", None, IODescription("lr", [1]), "cpu")
-    with pytest.raises(NotImplementedError, match="num_classes=3"):
-        IODescription("label", ["b"], torch.int64, num_classes=3)

@@ -6,11 +6,10 @@ import re
 
 import onnxruntime
 import pytest
-from orttrainer_models import options, trainer
+from orttrainer_models import batches, options, trainer
 
 from lightning_ort import ORTTrainerOptions, amp, optim
-from lightning_ort.trainer.refusals import REFUSED
-from lightning_ort.trainer.schema import SCHEMA, PropagateCastOpsStrategy
+from lightning_ort.trainer.options import REFUSED, SCHEMA, PropagateCastOpsStrategy
 
 SCHEDULE = optim.lr_scheduler.ConstantWarmupLRScheduler(10)
 
@@ -160,6 +159,14 @@ def test_options_without_effect_are_refused(path):
     value = REFUSED_VALUES.get(key, 2 if default["type"] == "integer" else True)
     with pytest.raises(NotImplementedError, match=re.escape(f"options[{path!r}] = ")):
         trainer(**nested(path, value))
+
+
+def test_how_several_processes_share_means_nothing_for_one():
+    """As in the original; the weights are the same."""
+    x, label = batches(count=1)[0]
+    shared = {"allreduce_post_accumulation": True, "deepspeed_zero_optimization": {"stage": 1}}
+    losses = [[float(t.train_step(x, label)[0]) for _ in range(2)] for t in (trainer(), trainer(distributed=shared))]
+    assert losses[0] == losses[1]
 
 
 def test_default_device_without_cuda_is_the_cpu_with_a_warning(monkeypatch):

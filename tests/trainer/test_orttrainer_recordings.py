@@ -7,7 +7,7 @@ import pytest
 import torch
 from orttrainer_models import RECORDINGS, Recording, batches
 
-from lightning_ort.updates import Adam, FusedAdam
+from lightning_ort.optim.rules import Adam, FusedAdam
 
 EVALUATED = ["mlp_adam_default", "enc_adam_default"]
 # Adam on the CPU is torch's fused kernel unless all is to be in ONNX Runtime
@@ -20,8 +20,8 @@ IN_ONNXRUNTIME = ["mlp_adam_groups", "mlp_adam_mode1_wd", "FORMULA_mlp_adam_acc4
 def test_training_equals_the_recording(name, placement):
     recording = Recording(name)
     trainer, losses, rates, results = recording.train(placement=placement)
-    fused = isinstance(trainer._optimizer._update, FusedAdam)
-    assert fused == (placement == "fastest" and trainer._optimizer.rule in (Adam("before"), Adam("none")))
+    fused = isinstance(trainer._optimizer.updater._update, FusedAdam)
+    assert fused == (placement == "fastest" and trainer._optimizer.updater.rule in (Adam("before"), Adam("none")))
     arrays = recording.arrays
     np.testing.assert_allclose(losses, arrays["losses"], rtol=0, atol=2e-6)
     np.testing.assert_array_equal(np.float64(rates), arrays["lrs"])

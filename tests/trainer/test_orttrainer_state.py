@@ -12,11 +12,13 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from orttrainer_models import ADAM, DATA, LAMB, SGD, batches, trainer
+from orttrainer_models import ADAM, DATA, LAMB, SGD, batches, make, trainer
 
-from lightning_ort.trainer import checkpoint
-from lightning_ort.trainer.aggregation import aggregate
-from lightning_ort.trainer.user_dict import decode, encode
+from lightning_ort.checkpoint import aggregate_checkpoints
+from lightning_ort.checkpoints import orttrainer
+from lightning_ort.checkpoints.orttrainer import aggregate
+from lightning_ort.checkpoints.user_dict import decode, encode
+from lightning_ort.errors import CheckpointError
 
 FILE = DATA / "adam_mlp_10_steps.h5"
 USER = {"epoch": 3, "x": [1, "a"]}
@@ -250,7 +252,7 @@ def test_missing_groups_are_warned_of(state, key, quiet):
 def test_a_file_without_options_is_no_checkpoint(tmp_path):
     with h5py.File(tmp_path / "f.h5", "w") as file:
         file["a"] = 1
-    with pytest.raises(KeyError, match="holds no 'trainer_options'"):
+    with pytest.raises(CheckpointError, match=r"f\.h5.*holds no 'trainer_options'"):
         trainer().load_checkpoint(tmp_path / "f.h5")
 
 
@@ -293,11 +295,21 @@ def test_files_of_several_ranks_are_put_together(tmp_path, state):
             values = part["optimizer"]["fc1.weight"]
             values[moment] = values[moment].ravel()[half]
         part["partition_info"] = {"fc1.weight": {"original_dim": np.array([32, 20])}}
-        checkpoint.write(tmp_path / f"{rank}.h5", part, {})
+        orttrainer.write(tmp_path / f"{rank}.h5", part, {})
         parts.append(tmp_path / f"{rank}.h5")
     found = trainer()
     found.load_checkpoint(*parts)
     assert_same(found.state_dict(), state)
+    whole = aggregate_checkpoints(parts, pytorch_format=False)
+    assert whole["trainer_options"]["world_size"] == 1 and whole["user_dict"] == {}
+    second = trainer()
+    second.load_state_dict(whole)
+    assert_same(second.state_dict(), state)
+    module = make()
+    module.load_state_dict(aggregate_checkpoints([str(p) for p in parts]))
+    np.testing.assert_array_equal(module.fc1.bias.detach(), state["model"]["full_precision"]["fc1.bias"])
+    with pytest.raises(TypeError, match=r"paths='x.h5': expected a list of paths"):
+        aggregate_checkpoints("x.h5")
     with pytest.raises(AssertionError, match="Expected number of files to load: 2, got 1"):
         found.load_checkpoint(parts[0])
     with pytest.raises(AssertionError, match=r"Expected the files of ranks 0 to 1, one of each; got ranks \[0, 0\]"):

@@ -218,8 +218,8 @@ def test_learning_rate_may_change_without_a_new_graph():
         found.train_step(x, label)
         eager_steps(reference, optimizer, [(x, label)])
         if k == 0:
-            update = found._optimizer._update
-    assert found._optimizer._update is update
+            update = found._optimizer.updater._update
+    assert found._optimizer.updater._update is update
     assert_same_weights(model, reference, 1e-6)
 
 

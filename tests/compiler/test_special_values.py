@@ -1,0 +1,223 @@
+"""NaN, infinities, ties, zeros and denormals go where eager lets them go, in values and in gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from special_values import (
+    Case,
+    column,
+    differences,
+    images,
+    labelled,
+    probabilities,
+    rows,
+    signals,
+    single,
+    spotted,
+    with_other,
+)
+from torch import Tensor, nn
+
+BOTH = (torch.float32, torch.float64)
+BINS = torch.tensor([[0, 1, 2, 0, 1]] * 20)
+
+
+def named(data: Any, functions: dict[str, Callable[..., Any]], *, special: bool = True) -> list[Case]:
+    return [Case(name, function, data, special) for name, function in functions.items()]
+
+
+def of_torch(module: Any, names: str) -> dict[str, Callable[..., Any]]:
+    return {name: getattr(module, name) for name in names.split()}
+
+
+FAMILIES: dict[str, Sequence[Case]] = {
+    "activations": named(
+        single,
+        of_torch(F, "relu relu6 elu selu leaky_relu softplus hardtanh hardswish hardshrink softshrink logsigmoid silu"),
+    )
+    + named(
+        single,
+        {
+            "leaky_relu_0": lambda x: F.leaky_relu(x, 0.0),
+            "elu_alpha": lambda x: F.elu(x, 0.5),
+            "prelu": lambda x: F.prelu(x[None, :, None], torch.full((32,), 0.25, dtype=x.dtype)),
+            "threshold": lambda x: F.threshold(x, 0.5, 20.0),
+            "log_of_sigmoid": lambda x: x.sigmoid().log(),
+        },
+    ),
+    "elementary": named(single, of_torch(torch, "abs sign erf exp log1p nan_to_num frac asinh"))
+    + named(
+        single,
+        {
+            "sqrt": lambda x: x.masked_fill(x == 0, 0).sqrt(),
+            "rsqrt": lambda x: x.masked_fill(x == 0, 0).rsqrt(),
+            "remainder": lambda x: x.clamp(-1e12, 1e12) % -3,
+            "clamp": lambda x: x.clamp(-1, 1),
+            "masked_fill": lambda x: x.masked_fill(x.abs() > 5, 0),
+            "where_root": lambda x: torch.where(x > 0, x.sqrt(), 0.0),
+            "row_mask": lambda x: x.expand(2, 32).masked_fill(torch.arange(32) % 2 == 0, 0.0),
+        },
+    ),
+    "of_two": [*named(
+        with_other([4, 3], [4, 3]),
+        {
+            **of_torch(torch, "maximum minimum fmax fmin hypot atan2"),
+            "l1_loss": F.l1_loss,
+            "smooth_l1": F.smooth_l1_loss,
+            "huber": F.huber_loss,
+            "cdist_1": lambda x, y: torch.cdist(x, y, 1.0),
+            "cdist_2": torch.cdist,
+            "cdist_inf": lambda x, y: torch.cdist(x, y, math.inf),
+        },
+    ), Case("bce", F.binary_cross_entropy, probabilities)],
+    "rows": named(
+        rows,
+        {
+            "max": lambda x: list(x.max(1)),
+            "min": lambda x: list(x.min(1)),
+            "argmax": lambda x: [x.argmax(1), x.argmin(1), x.argmax(), x.argmin()],
+            "amax": lambda x: [x.amax(1), x.amin(1)],
+            "logsumexp": lambda x: x.logsumexp(1),
+            "softmax": lambda x: [x.softmax(1), x.log_softmax(0)],
+            "log_softmax": lambda x: x.log_softmax(1),
+            "layer_norm": lambda x: F.layer_norm(x, (5,)),
+            "norms": lambda x: [x.norm(p, dim=1) for p in (1, 2, math.inf)],
+            "prod": lambda x: x.prod(1),
+            "cummax": lambda x: list(x.cummax(1)),
+            "mean": lambda x: list(torch.var_mean(x[:14], 1)),
+            "scatter_amax": lambda x: x.new_zeros(20, 3).scatter_reduce(1, BINS, x, "amax"),
+            "index_reduce": lambda x: x.new_zeros(3, 5).index_reduce(0, torch.arange(20) % 3, x, "amin"),
+        },
+    )
+    + named(
+        column,
+        {
+            "std_of_one": lambda x: x.std(1),
+            "prod_of_one": lambda x: x.prod(1),
+            "norm_of_one": lambda x: x.norm(dim=1),
+        },
+    ),
+    "ranks": named(
+        spotted(2, 40),
+        {
+            "topk": lambda x: list(x.topk(5, 1)),
+            "topk_smallest": lambda x: list(x.topk(20, 1, largest=False)),
+            "kthvalue": lambda x: list(x.kthvalue(7, 1)),
+            "median": lambda x: list(x.median(1)),
+            "nanmedian": lambda x: list(x.nanmedian(1)),
+            "sort": lambda x: list(x.sort(1)),
+            "stable": lambda x: list(torch.sort(x, dim=1, descending=True, stable=True)),
+            "values": lambda x: x.detach().topk(5, 1)[0],
+        },
+    )
+    + named(
+        spotted(2, 40),
+        {f"{f.__name__}_of_all": f for f in (torch.median, torch.nanmedian, torch.max, torch.min)},
+    ),
+    "losses": named(
+        labelled,
+        {
+            "cross_entropy": F.cross_entropy,
+            "summed": lambda x, t: F.cross_entropy(x, t, reduction="sum"),
+            "weighted": lambda x, t: F.cross_entropy(x, t, torch.arange(5, dtype=x.dtype)),
+            "nll": F.nll_loss,
+            "smoothed": lambda x, t: F.cross_entropy(x, t, label_smoothing=0.1),
+            "nothing_counts": lambda x, t: F.cross_entropy(x, torch.full_like(t, -100)),
+            "multi_margin": lambda x, t: F.multi_margin_loss(x, t.clamp(min=0), reduction="none"),
+            "multi_margin_squared": lambda x, t: F.multi_margin_loss(x, t.clamp(min=0), p=2),
+            "multilabel_margin": lambda x, t: F.multilabel_margin_loss(x, t.clamp(-1)[:5].expand(8, 5).contiguous()),
+        },
+    ),
+    "maxima_of_windows": named(
+        images,
+        {
+            "disjoint": lambda x: F.max_pool2d(x, 2),
+            "disjoint_odd": lambda x: F.max_pool2d(x[..., :5], 2),
+            "overlapping": lambda x: F.max_pool2d(x, 3, 2, 1),
+            "values_only": lambda x: F.max_pool2d(x.detach(), 3, 2, 1),
+            "adaptive": lambda x: F.adaptive_max_pool2d(x, 4),
+            "after_relu": lambda x: F.max_pool2d(F.relu(x), 2),
+        },
+    )
+    + named(
+        signals,
+        {"along_a_line": lambda x: F.max_pool1d(x, 2), "line_overlapping": lambda x: F.max_pool1d(x, 3, 1)},
+    ),
+    "averages_of_windows": named(
+        images,
+        {
+            "disjoint": lambda x: F.avg_pool2d(x, 2),
+            "odd": lambda x: F.avg_pool2d(x[..., :5], 2, divisor_override=3),
+            "adaptive": lambda x: F.adaptive_avg_pool2d(x, 3),
+            "unfold": lambda x: F.unfold(x, 2, stride=2),
+            "unfold_odd": lambda x: F.unfold(x[..., :5], 2, stride=2),
+            "nearest": lambda x: F.interpolate(x, scale_factor=2),
+            "nearest_down": lambda x: F.interpolate(x, size=4),
+        },
+    )
+    + named(
+        images,
+        {
+            "overlapping": lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False),
+            "ceil": lambda x: F.avg_pool2d(x[..., :5], 2, ceil_mode=True),
+        },
+        special=False,
+    ),
+}  # fmt: skip
+COMPUTED = {"relu": "activations", "leaky_relu": "activations", "row_mask": "elementary", "masked_fill": "elementary",
+            "cross_entropy": "losses", "disjoint": "maxima_of_windows", "softmax": "rows"}  # fmt: skip
+
+
+def as_lines(found: dict[str, list[str]]) -> str:
+    return "\n".join(f"{name}: {text}" for name, texts in found.items() for text in texts[:3])
+
+
+@pytest.mark.parametrize("dtype", BOTH, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_special_values(family: str, dtype: torch.dtype) -> None:
+    found = differences(FAMILIES[family], dtype)
+    assert not found, as_lines(found)
+
+
+def test_of_results_of_other_operators() -> None:
+    cases = [c for name, family in COMPUTED.items() for c in FAMILIES[family] if c.name == name]
+    found = differences(cases, torch.float32, computed=True)
+    assert not found, as_lines(found)
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.out = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        features = F.max_pool2d(F.relu(self.norm(self.conv(x))), 4)
+        return F.cross_entropy(self.out(features.flatten(1)), y)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_network_that_diverges_does_so_here(bad: float) -> None:
+    """Loss and gradients are NaN where eager's are, for data and for weights that are not numbers."""
+    network = Network()
+    compiled = torch.compile(network, backend="lightning_ort", options={"verify": False})
+    y = torch.tensor([0, 1, 2])
+    for place in ("data", "weight"):
+        x = torch.randn(3, 1, 8, 8)
+        with torch.no_grad():
+            (x if place == "data" else network.out.weight).view(-1)[5] = bad
+        losses, gradients = [], []
+        for step in (network, compiled):
+            network.zero_grad()
+            loss = step(x, y)
+            loss.backward()
+            losses.append(loss.detach())
+            gradients.append([p.grad.isnan() for p in network.parameters()])
+        torch.testing.assert_close(losses[1], losses[0], equal_nan=True)
+        for (name, _), expected, got in zip(network.named_parameters(), *gradients, strict=True):
+            assert torch.equal(got, expected), f"{name}, {bad} in the {place}"

@@ -1,0 +1,1 @@
+"""Testers that make their own cases: programs, files and options, from seeds."""

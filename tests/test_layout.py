@@ -1,0 +1,84 @@
+"""The layout of the package: who may import whom, and the paths of earlier versions."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+
+import networkx
+import pytest
+
+import lightning_ort
+from lightning_ort._moved import MOVED
+
+ROOT = Path(lightning_ort.__file__).parent
+FILES = {
+    ".".join(p.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): p for p in ROOT.rglob("*.py")
+}
+# from the ground to the roof; rooms of one line know nothing of each other
+FLOORS = [
+    {"_version", "errors", "environment", "validation", "_moved"},
+    {"files", "amp", "runtime", "report"},
+    {"verification", "onnx_reader"},
+    {"compiler"},
+    {"optim"},
+    {"checkpoints", "export"},
+    {"trainer", "training_session"},
+    {"ondevice"},
+    {"lightning", "ort_trainer", "artifacts", "experimental"},
+    {"checkpoint"},
+    {"cli"},
+    {"__main__"},
+]
+
+
+def imports(path: Path) -> set[str]:
+    """Modules of this package that a file imports when it runs, wherever in it."""
+    found = set()
+
+    def visit(node: ast.AST) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                continue
+            if isinstance(child, ast.ImportFrom) and (child.module or "").split(".")[0] == "lightning_ort":
+                for alias in child.names:
+                    name = f"{child.module}.{alias.name}"
+                    found.add(name if name in FILES else str(child.module))
+            visit(child)
+
+    visit(ast.parse(path.read_text()))
+    return found
+
+
+def room_of(name: str) -> str:
+    """What stands behind the name of the package."""
+    return [*name.split("."), ""][1]
+
+
+def test_that_no_files_import_each_other():
+    graph = networkx.DiGraph((name, other) for name, path in FILES.items() for other in imports(path))
+    circles = [sorted(c) for c in networkx.strongly_connected_components(graph) if len(c) > 1]
+    assert not circles
+
+
+def test_that_rooms_import_downwards():
+    floor = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+    upwards = []
+    for name, path in FILES.items():
+        room = room_of(name)
+        for other in imports(path) if room else ():
+            target = room_of(other)
+            if target and target != room and floor[target] >= floor[room]:
+                upwards.append(f"{name} -> {other}")
+    assert not upwards
+
+
+@pytest.mark.parametrize("old", MOVED)
+def test_paths_of_earlier_versions(old):
+    with pytest.warns(FutureWarning, match=f"lightning_ort.{old} is now lightning_ort.{MOVED[old]}"):
+        module = importlib.import_module(f"lightning_ort.{old}")
+    new = importlib.import_module(f"lightning_ort.{MOVED[old]}")
+    names = [name for name in new.__all__ if hasattr(new, name)]
+    assert names
+    assert all(getattr(module, name) is getattr(new, name) for name in names)

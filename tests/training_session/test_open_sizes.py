@@ -1,0 +1,163 @@
+"""Sizes that a file leaves open and its operators fix, or make equal."""
+
+from __future__ import annotations
+
+import io
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from ondevice_models import opened
+from ondevice_wheel import needs_wheel
+from onnx_text import floats, parse
+from test_gradient_graph import gradient_model, run
+from torch import nn
+
+from lightning_ort import GradientGraphBuilder, TrainingParameters, TrainingSession, UnsupportedError
+from lightning_ort.compiler.aot.inputs import InputInfo
+from lightning_ort.compiler.aot.sizes import mismatch
+from lightning_ort.ondevice import CheckpointState, Module, generate_artifacts
+from lightning_ort.onnx_reader import to_torch
+
+# inputs, nodes, the shapes that are declared then, and shapes that fit
+GRAPHS: dict[str, tuple[str, str, dict[str, list[Any]], list[tuple[int, ...]]]] = {
+    "three names": (
+        "float[N,3] x, float[M,K] y, float[P,Q] z", "s = Add(x, y) o = Mul(s, z)",
+        {"x": ["N", 3], "y": ["N", 3], "z": ["N", 3]}, [(5, 3), (5, 3), (5, 3)],
+    ),
+    "fixed by a weight": (
+        "float[N,K] x, float[M,4] y", "h = MatMul(x, w) o = Mul(h, y)",
+        {"x": ["N", 3], "y": ["N", 4]}, [(5, 3), (5, 4)],
+    ),
+    "twice": (
+        "float[M,3] y, float[N,3] x", "s = Concat<axis=0>(x, x) o = Mul(s, y)",
+        {"x": ["N", 3], "y": ["2*N", 3]}, [(10, 3), (5, 3)],
+    ),
+    "a sum": (
+        "float[N,3] x, float[M,3] y, float[P,3] z", "s = Concat<axis=0>(x, y) o = Mul(s, z)",
+        {"x": ["N", 3], "y": ["M", 3], "z": ["N + M", 3]}, [(5, 3), (2, 3), (7, 3)],
+    ),
+    "half": (
+        "float[1,1,N,4] x, float[1,1,M,2] y", "p = MaxPool<kernel_shape=[2,2], strides=[2,2]>(x) o = Mul(p, y)",
+        {"x": [1, 1, "N", 4], "y": [1, 1, "N//2", 2]}, [(1, 1, 9, 4), (1, 1, 4, 2)],
+    ),
+    "a constant shape": (
+        "float[N,6] x, float[M,3] y", "c = Constant<value = int64[2] {4, 3}>() r = Reshape(x, c) o = Mul(r, y)",
+        {"x": [2, 6], "y": [4, 3]}, [(2, 6), (4, 3)],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_sizes_become_what_the_operators_require(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    inputs, nodes, declared, shapes = GRAPHS[name]
+    model = parse(f"g ({inputs}) => (float o) {{ {nodes} }}", w=floats(3, 4))
+    names = [i.name for i in model.graph.input]
+    with caplog.at_level(logging.WARNING):
+        data = gradient_model(model, {"o"}, set(names), "o")
+    assert not caplog.records
+    written = onnx.load_from_string(data).graph
+    assert {
+        i.name: [d.dim_param or d.dim_value for d in i.type.tensor_type.shape.dim] for i in written.input
+    } == declared
+    feed = {n: floats(*shape, seed=i) for i, (n, shape) in enumerate(zip(names, shapes, strict=True))}
+    leaves = [torch.from_numpy(feed[n].copy()).requires_grad_() for n in names]
+    to_torch(model)(*leaves)[0].sum().backward()
+    results = run(data, feed)
+    for n, leaf in zip(names, leaves, strict=True):
+        np.testing.assert_allclose(results[f"{n}_grad"], leaf.grad.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_sizes_that_only_their_product_fixes_are_named() -> None:
+    model = parse("g (float[N,H,W] x) => (float[N,4] o) { f = Flatten(x) o = MatMul(f, w) }", w=floats(6, 4))
+    with pytest.raises(UnsupportedError, match=r"but got \[N, (H\*W|W\*H)\] X \[6, 4\]"):
+        GradientGraphBuilder(model, {"o"}, {"w"}, "o").build()
+
+
+def exported(module: nn.Module, *shape: int) -> onnx.ModelProto:
+    """All sizes are open, as the exporter names them."""
+    file = io.BytesIO()
+    axes = {"x": list(range(len(shape))), "y": [0, 1]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            module, (torch.zeros(shape),), file, input_names=["x"], output_names=["y"], dynamic_axes=axes,
+            opset_version=14, dynamo=False, training=torch.onnx.TrainingMode.TRAINING, do_constant_folding=False,
+        )  # fmt: skip
+    return onnx.load_from_string(file.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("loss", "reference"), [("MSELoss", nn.MSELoss()), ("CrossEntropyLoss", nn.CrossEntropyLoss())]
+)
+def test_artifacts_of_a_model_with_open_sizes(loss: str, reference: nn.Module, tmp_path: Path) -> None:
+    network = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    generate_artifacts(exported(network, 4, 6), tmp_path, loss=loss)
+    state, module, _ = opened(tmp_path)
+    x = torch.randn(7, 6)
+    target = torch.randn(7, 3) if loss == "MSELoss" else torch.randint(3, (7,))
+    value = reference(network(x), target)
+    value.backward()
+    assert float(module(x.numpy(), target.numpy())) == pytest.approx(value.item(), rel=1e-5)
+    for name, parameter in network.named_parameters():
+        np.testing.assert_allclose(state.parameters[name].grad, parameter.grad.numpy(), rtol=1e-4, atol=1e-6)
+    name = module.input_names()[1]
+    for training in (True, False):
+        module.train(training)
+        with pytest.raises(ValueError, match=rf"Input '{name}' has shape \(5.*\); expected .* where \S+ is 7\."):
+            module(x.numpy(), target[:5].numpy())
+        with pytest.raises(ValueError, match=r"Input 'x' has shape \(7, 4\); expected \['\S+', 6\]"):
+            module(x[:, :4].numpy(), target.numpy())
+
+
+@needs_wheel
+def test_the_wheels_artifacts_with_open_sizes_train_here(tmp_path: Path) -> None:
+    from onnxruntime.training import artifacts
+
+    network = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    model = exported(network, 4, 6)
+    artifacts.generate_artifacts(
+        model, [i.name for i in model.graph.initializer], [], artifacts.LossType.CrossEntropyLoss, None, str(tmp_path)
+    )
+    state = CheckpointState.load_checkpoint(tmp_path / "checkpoint")
+    module = Module(tmp_path / "training_model.onnx", state, tmp_path / "eval_model.onnx")
+    x, labels = torch.randn(7, 6), torch.randint(3, (7,))
+    value = nn.functional.cross_entropy(network(x), labels)
+    assert float(module(x.numpy(), labels.numpy())) == pytest.approx(value.item(), rel=1e-5)
+    with pytest.raises(ValueError, match=r"Input 'labels' has shape \(5,\); expected \['x_dynamic_axes_1'\]"):
+        module(x.numpy(), labels[:5].numpy())
+
+
+def test_a_training_session_checks_what_the_operators_require() -> None:
+    model = parse(
+        "g (float[N,K] x, float[M,L] y) => (float loss) { h = MatMul(x, w) d = Sub(h, y) s = Mul(d, d) "
+        "loss = ReduceMean<keepdims=0>(s) }",
+        w=floats(3, 4),
+    )
+    parameters = TrainingParameters()
+    parameters.loss_output_name = "loss"
+    parameters.weights_to_train = {"w"}
+    session = TrainingSession(model.SerializeToString(), parameters)
+    x, y = floats(5, 3), floats(5, 4, seed=1)
+    (loss,) = session.run(["loss"], {"x": x, "y": y})
+    assert float(loss) == pytest.approx(((x @ floats(3, 4) - y) ** 2).mean(), rel=1e-5)
+    with pytest.raises(
+        ValueError, match=r"Input 'y' has shape \(1, 4\); expected \['N', 4\], where N is 5\. A size of 1"
+    ):
+        session.run(["loss"], {"x": x, "y": y[:1]})
+
+
+def test_sizes_are_compared_by_name_and_by_expression() -> None:
+    shapes: list[tuple[Any, ...]] = [("2*in-0", 3), ("in-0", "N"), ("N//2 + 1",)]
+    infos = [InputInfo(n, torch.float32, s) for n, s in zip("abc", shapes, strict=True)]
+    assert mismatch(infos, [(8, 3), (4, 7), (4,)]) is None
+    wrong = mismatch(infos, [(8, 3), (4, 7), (3,)])
+    assert wrong == "Input 'c' has shape (3,); expected ['N//2 + 1'], where N//2 + 1 is 4."
+    assert "where 2*in-0 is 8" in (mismatch(infos, [(7, 3), (4, 7), (4,)]) or "")
+    # what is no expression of other names is a name
+    assert mismatch([InputInfo("a", torch.float32, ("x*y", "x*y"))], [(3, 3)]) is None
