@@ -4,11 +4,15 @@
 # TORCH_INDEX  pip options for PyTorch alone. PyPI's wheel for Linux is a CUDA build of several gigabytes, so that the
 #              CPU build is taken from PyTorch's own index; where pip knows a folder of wheels, that decides
 # PYTEST       options for pytest in `make test`
+# SECONDS      how long `make fuzz` goes on, per tester and build
 # BENCH        options for the benchmarks in `make bench`
+# NETWORKS     how many random networks `make networks` checks
 PYTHON ?= python3
 TORCH_INDEX ?= $(if $(PIP_FIND_LINKS),,--extra-index-url https://download.pytorch.org/whl/cpu)
 PYTEST ?=
+SECONDS ?= 600
 BENCH ?=
+NETWORKS ?= 1000
 
 CPU := .venv-cpu
 STOCK := .venv-stock
@@ -17,7 +21,7 @@ JAVASCRIPT := examples/ondevice/node_modules
 STAMP := .lightning_ort-installed
 PIP_OPTIONS := -qq --disable-pip-version-check --no-input
 
-.PHONY: help demo test test-gpu lint format bench environments clean clean-environments
+.PHONY: help demo test test-gpu fuzz networks lint format bench environments clean clean-environments
 .DEFAULT_GOAL := help
 # make would take a half-made environment for a finished one
 .DELETE_ON_ERROR:
@@ -26,6 +30,8 @@ help:
 	@echo "make demo    set up $(CPU) and train a digit classifier in ONNX Runtime"
 	@echo "make test    set up both environments, check format, lint and types, run the tests in both"
 	@echo "make test-gpu set up $(GPU) with PyPI's CUDA builds and run the tests for a GPU, which must be there"
+	@echo "make fuzz    make random programs, damaged files and options for SECONDS=600 each, in both environments"
+	@echo "make networks train random networks, NETWORKS=1000 of them, to see that their check refuses none"
 	@echo "make lint    check format, lint and types"
 	@echo "make format  format the code and mend what lint can mend"
 	@echo "make bench   run the benchmarks in $(STOCK)"
@@ -38,12 +44,20 @@ test: lint $(CPU)/$(STAMP) $(JAVASCRIPT)/$(STAMP)
 	$(STOCK)/bin/python -m pytest --numprocesses=auto --maxprocesses=4 $(PYTEST)
 	$(CPU)/bin/python -m pytest --numprocesses=auto --maxprocesses=4 $(PYTEST)
 
+networks: $(STOCK)/$(STAMP)
+	LIGHTNING_ORT_TEST_NETWORKS=$(NETWORKS) $(STOCK)/bin/python -m pytest --numprocesses=auto \
+		tests/compiler/test_seeded_networks.py -k no_false_alarm $(PYTEST)
+
 # PyPI's wheel of PyTorch is the CUDA build
 test-gpu: TORCH_INDEX :=
 test-gpu: $(GPU)/$(STAMP)
 	$(GPU)/bin/python -m lightning_ort doctor
 	LIGHTNING_ORT_TEST_GPU=1 $(GPU)/bin/python -m pytest -n 0 \
-		tests/test_gpu.py tests/test_cuda_sessions.py tests/test_cuda_precision.py tests/test_accelerator.py $(PYTEST)
+		tests/test_gpu.py tests/runtime/test_cuda_sessions.py tests/lightning/test_cuda_precision.py tests/lightning/test_accelerator.py $(PYTEST)
+
+fuzz: $(STOCK)/$(STAMP) $(CPU)/$(STAMP)
+	for build in $(STOCK) $(CPU); do for tester in programs files options; do \
+		$$build/bin/python -m tests.fuzz.$$tester --seconds $(SECONDS) || exit 1; done; done
 
 lint: $(STOCK)/$(STAMP)
 	$(STOCK)/bin/ruff format --check .
