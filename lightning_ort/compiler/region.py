@@ -101,6 +101,8 @@ class Region:
         self._layout = OutputLayout(graph)
         self.wanted = [i for i, x in enumerate(self._fakes) if isinstance(x, torch.Tensor) and x.requires_grad]
         self._keeping: Keeping | None = None
+        # of those in wanted: autograd visits what made an input, even without a gradient for it, and eager may not
+        self._edges: list[int | None] = []
         self._changed: list[int] = []
         self._one_graph = False
         self._loss: Executable | None = None
@@ -175,6 +177,8 @@ class Region:
         if derivative is not Derivative.NONE and self._keeping is None:
             eager = EagerGraph.of(self.graph, self._layout.differentiable)
             self._keeping = Keeping.of(traced, eager, self.first_run.input_name)
+            reached = frozenset[int]().union(*eager.reached.values())
+            self._edges = [i if i in reached else None for i in self.wanted]
         return traced
 
     def _arranged_as(self, executable: Executable) -> None:
@@ -220,7 +224,7 @@ class Region:
         if self._plain is not None:
             tensors = self._unique(self._execute(self._plain, args, {}))
             return self._layout.arrange(self._plain, tensors, args)
-        differentiable = [args[i] for i in self.wanted]
+        differentiable = [None if i is None else args[i] for i in self._edges]
         if self._loss is not None:
             executable = self._loss
             tensors = LossStep.apply(self, args, *differentiable)

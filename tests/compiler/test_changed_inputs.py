@@ -233,6 +233,30 @@ def test_gradients_are_none_where_eager_has_none():
     )
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "ort"])
+def test_backward_visits_what_leads_to_the_loss(compiled):
+    """Not what a region only reads: a graph that was used up, a tensor changed since, a hook that needs a number."""
+
+    def step(x, used_up, changed, hooked):
+        return (x * x).sum() + (used_up * changed * hooked).detach().sum()
+
+    def read(x, used_up, changed, hooked):
+        unused = [used_up * 2, changed > 0, hooked - 1]
+        return (x * x).sum(), [u.detach() for u in unused]
+
+    for function in (step, read):
+        x, leaf = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+        used_up, exponential, hooked = leaf.sin(), leaf.exp(), leaf * 2
+        changed = exponential * 2
+        exponential.zero_()
+        hooked.register_hook(lambda gradient: gradient * 2)
+        used_up.sum().backward()
+        result = (compile(function) if compiled else function)(x, used_up, changed, hooked)
+        (result if isinstance(result, torch.Tensor) else result[0]).backward()
+        assert torch.equal(x.grad, 2 * x.detach())
+        assert torch.equal(leaf.grad, leaf.detach().cos())
+
+
 def read_and_written(net, x, y):
     v = net.layers(x) * net.p
     graph_break()
