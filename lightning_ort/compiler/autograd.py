@@ -138,6 +138,8 @@ class PairStep(torch.autograd.Function):
                 gradient = torch.zeros(shape, dtype=dtype, device=device)
             tangents.append(gradient)
         found = region.run_backward(pair, pair.inputs(kept.args, ctx.saved_tensors, kept.copies), tangents, arrived)
+        if len(arrived) < len(tangents) and not region.finite_where_shared(found, arrived):
+            return (None, None, None, *region.recompute(kept, ctx.rng, arrived, create_graph=False))
         if not pair.verified:
             found, pair.verified = region.first_run.check_backward(
                 pair.backward,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -289,6 +290,23 @@ class Region:
         found = gradients_of(pair.backward, results, self.wanted)
         reached = frozenset[int]().union(*[self._keeping.eager.reached[output] for output in outputs])
         return [g if i in reached else None for i, g in zip(self.wanted, found, strict=True)]
+
+    def finite_where_shared(self, gradients: Sequence[torch.Tensor | None], outputs: Collection[int]) -> bool:
+        """Whether ``gradients``, by the inputs in :attr:`wanted`, are finite where zeros stood for missing ones.
+
+        Zero times a value that is not finite is NaN, where eager leaves out what leads to no loss.
+
+        Args:
+            gradients: from :meth:`run_backward`.
+            outputs: where gradients have arrived.
+        """
+        assert self._keeping is not None
+        reached = self._keeping.eager.reached
+        shared = frozenset[int]().union(*[inputs for output, inputs in reached.items() if output not in outputs])
+        pairs = zip(self.wanted, gradients, strict=True)
+        doubtful = [g for i, g in pairs if i in shared and g is not None and g.numel()]
+        largest = torch._foreach_norm(doubtful, math.inf) if doubtful else ()
+        return all(bool(x.isfinite()) for x in largest)
 
     def _execute(
         self, executable: Executable, args: Sequence[Any], incoming: Incoming, scale: torch.Tensor | None = None

@@ -221,3 +221,24 @@ def test_a_network_that_diverges_does_so_here(bad: float) -> None:
         torch.testing.assert_close(losses[1], losses[0], equal_nan=True)
         for (name, _), expected, got in zip(network.named_parameters(), *gradients, strict=True):
             assert torch.equal(got, expected), f"{name}, {bad} in the {place}"
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_outputs_without_gradients_stay_out_of_those_of_others(verify: bool) -> None:
+    """A region's outputs that lead to no loss have NaN gradients nowhere, whatever their values."""
+
+    def step(x: Tensor) -> Tensor:
+        a, b = x.tanh(), x.softmax(0)
+        torch._dynamo.graph_break()
+        return a.sin().sum() + b.detach().sum()
+
+    gradients = []
+    for function in (step, torch.compile(step, backend="lightning_ort", options={"verify": verify})):
+        for batch in (3, 3, 0):
+            x = torch.ones(batch, 4)
+            x[:1, 1] = math.nan
+            x.requires_grad_()
+            function(x).backward()
+            gradients.append(x.grad)
+    for got, expected in zip(gradients[3:], gradients[:3], strict=True):
+        torch.testing.assert_close(got, expected, equal_nan=True)
