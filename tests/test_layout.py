@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 from pathlib import Path
 
 import networkx
@@ -72,6 +73,16 @@ def test_that_rooms_import_downwards():
             if target and target != room and floor[target] >= floor[room]:
                 upwards.append(f"{name} -> {other}")
     assert not upwards
+
+
+def test_that_execution_providers_are_named_in_their_own_files_only():
+    naming = [
+        name
+        for name, path in FILES.items()
+        if re.search(r"\w+ExecutionProvider", path.read_text())
+        and not name.startswith("lightning_ort.runtime.providers.")
+    ]
+    assert not naming
 
 
 @pytest.mark.parametrize("old", MOVED)

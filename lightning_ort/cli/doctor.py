@@ -82,20 +82,21 @@ def _providers(found: OnnxRuntime) -> Iterator[Finding]:
     # ONNX Runtime's CUDA provider finds its libraries when torch has loaded them
     import torch
 
-    from lightning_ort.runtime.providers.cuda import why_not_started
+    from lightning_ort.runtime.providers import native_to, provider_named
+    from lightning_ort.runtime.providers.cpu import CPU
 
     for name in found.providers:
         reason = _starts(name)
         if reason is None:
             yield Finding("ok", f"{name} works")
-        elif name == "CPUExecutionProvider":
+        elif name == CPU.name:
             yield Finding("problem", f"{name} does not work: {reason}", (_afresh(found),))
         else:
-            known = why_not_started(name)
+            known = provider_named(name).why_not_started()
             text = f"{name} is built in, but does not start here: {reason}"
             yield Finding("note", f"{text}; {known}" if known else text)
 
-    if torch.cuda.is_available() and "CUDAExecutionProvider" not in found.providers:
+    if torch.cuda.is_available() and native_to(torch.device("cuda")).name not in found.providers:
         name = found.distribution or "onnxruntime"
         yield Finding(
             "note",

@@ -20,7 +20,7 @@ from lightning_ort.compiler.user_errors import Located
 from lightning_ort.environment import require_onnxruntime
 from lightning_ort.errors import UnsupportedError
 from lightning_ort.runtime.config import RuntimeConfig
-from lightning_ort.runtime.providers import choose_providers
+from lightning_ort.runtime.factory import SessionFactory
 from lightning_ort.validation import choice, flag, shown
 
 __all__ = ["ORTBackend", "backend"]
@@ -70,12 +70,11 @@ class ORTBackend:
         _ = graph.code  # written now: a module that writes it when it is called prints it on errors
         try:
             device = _device(graph, example_inputs)
-            choose_providers(device, self.config.providers, self.config.provider_options)
             region = Region(
                 graph,
                 example_inputs,
-                self.config,
-                device,
+                # anew for each region: Dynamo compiles another one when a global setting of torch has changed
+                SessionFactory(self.config, device),
                 scaling=self.scaling,
                 verify=self.verify,
                 on_compiled=self._compiled,

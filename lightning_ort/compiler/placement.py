@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.symbolic_shapes import is_number
-from lightning_ort.runtime.config import RuntimeConfig
-from lightning_ort.runtime.providers import choose_providers
+from lightning_ort.runtime.factory import SessionFactory
+from lightning_ort.runtime.providers.provider import Provider
 
 __all__ = ["SMALL", "Placement", "Segment", "better_in_torch", "is_of_nothing", "operations", "source_line"]
 
@@ -204,14 +204,9 @@ def source_line(node: fx.Node) -> str:
 
 _BACKWARD = aten.convolution_backward.default
 
-_LARGE, _GROUPED = 1e7, 0.1
-"""Operations of a convolution from which oneDNN's lead is more than leaving a session and entering the next one costs:
-it was 1.1 to 2 times as fast there, 2.5 to 3.5 times with groups (stacks of four layers, forward and backward, batch
-16 to 32, 8 to 128 channels, 8x8 to 64x64 pixels, 2 cores). A convolution of single pixels is a matrix product, in which
-ONNX Runtime is the faster one or as fast."""
-_LARGE_ON_GPU = 1e9
-"""Operations of a convolution from which its gradient is placed in torch on a GPU. An estimate, not measured: ONNX
-Runtime has no kernels for these gradients, and its other operators copy each image once per pixel of the filter."""
+_GROUPED = 0.1
+"""Share of the operations from which a convolution is large that is enough for one with groups. A convolution of single
+pixels is a matrix product, in which ONNX Runtime is the faster one or as fast."""
 
 
 _RANKED = {
@@ -219,7 +214,7 @@ _RANKED = {
 }  # fmt: skip
 
 
-def better_in_torch(graph: fx.Graph, config: RuntimeConfig, device: torch.device) -> set[fx.Node]:
+def better_in_torch(graph: fx.Graph, sessions: SessionFactory) -> set[fx.Node]:
     """Calls of ``graph`` to place in torch for speed, for their choice among equals, or because there is nothing to do.
 
     ONNX Runtime's kernels, and the rewriting that it does before it runs them, are not made for tensors without entries
@@ -232,18 +227,11 @@ def better_in_torch(graph: fx.Graph, config: RuntimeConfig, device: torch.device
     computes in blocked layouts, and ONNX Runtime has kernels like that for constant weights only. On a GPU they are
     the gradients of still larger ones, for which torch has those of cuDNN.
     """
-    if config.placement != "fastest":
+    if sessions.placement != "fastest":
         return set()
     ranked = {n for n in graph.nodes if n.target in _RANKED and _chooses_among_equals(n)}
     anyway = ranked | {n for n in graph.nodes if is_of_nothing(n)}
-    if device.type == "cuda":
-        return anyway | {n for n in graph.nodes if _is_for_cudnn(n)}
-    if not _has_onednn():
-        return anyway
-    (first, _), *_ = choose_providers(device, config.providers, config.provider_options)
-    if first != "CPUExecutionProvider":
-        return anyway
-    return anyway | {n for n in graph.nodes if _is_large_convolution(n, _LARGE)}
+    return anyway | {n for n in graph.nodes if _is_better_convolution(n, sessions.provider)}
 
 
 def is_of_nothing(node: fx.Node) -> bool:
@@ -275,18 +263,16 @@ def _chooses_among_equals(node: fx.Node) -> bool:
     return any(user.target is operator.getitem and user.args[1] == 1 and user.users for user in node.users)
 
 
-def _is_for_cudnn(node: fx.Node) -> bool:
-    """Whether ONNX Runtime has no kernel for a convolution on a GPU: for gradients, and in bfloat16."""
+def _is_better_convolution(node: fx.Node, provider: Provider) -> bool:
+    """Whether torch has the better kernel for a convolution or its gradient, or the only one."""
+    if provider.has_convolution_gradients:
+        return _is_large_convolution(node, provider.large_convolution)
     if node.target not in (aten.convolution.default, _BACKWARD):
         return False
     dtype = node.all_input_nodes[0].meta["val"].dtype
     if dtype.itemsize < 4:
         return node.target is _BACKWARD or dtype == torch.bfloat16
-    return node.target is _BACKWARD and _is_large_convolution(node, _LARGE_ON_GPU)
-
-
-def _has_onednn() -> bool:
-    return torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
+    return node.target is _BACKWARD and _is_large_convolution(node, provider.large_convolution)
 
 
 def _is_large_convolution(node: fx.Node, large: float) -> bool:

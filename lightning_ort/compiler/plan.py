@@ -28,7 +28,7 @@ from lightning_ort.compiler.placement import (
 )
 from lightning_ort.compiler.symbolic_shapes import Sizes, UnknownSize, is_number
 from lightning_ort.compiler.trace import Untraceable
-from lightning_ort.runtime.config import RuntimeConfig
+from lightning_ort.runtime.factory import SessionFactory
 from lightning_ort.runtime.session import OrtSession
 from lightning_ort.runtime.tensors import is_supported
 
@@ -55,8 +55,7 @@ class Plan:
         graph: the ATen graph; calls that ONNX cannot express, or that this ONNX Runtime lacks, are found on the way.
         inputs: its placeholders, in the order in which :meth:`run` takes their values.
         outputs: nodes whose values :meth:`run` writes, without repetition.
-        config: how sessions are made.
-        device: what computes; tensors live there or on the CPU.
+        sessions: makes them, for the device that computes; tensors live there or on the CPU.
 
     Attributes:
         fallbacks: what runs in torch because it has to, and why.
@@ -69,16 +68,15 @@ class Plan:
         module: fx.GraphModule,
         inputs: Sequence[fx.Node],
         outputs: Sequence[fx.Node],
-        config: RuntimeConfig,
-        device: torch.device,
+        sessions: SessionFactory,
     ) -> None:
         self._module, self._inputs, self._outputs = module, list(inputs), list(outputs)
-        self._config, self._device = config, device
+        self._sessions = sessions
         self._sizes = Sizes(self._inputs)
         self._reasons: dict[fx.Node, str] = {}
         self._numbers: list[Callable[[Sequence[Any]], tuple[Any, ...]]] = []
         self.on_cpu: list[str] = []
-        self._preferred = better_in_torch(module.graph, config, device)
+        self._preferred = better_in_torch(module.graph, sessions)
         self._place()
         self.preferred = [str(n.target) for n in self._preferred if not is_of_nothing(n)]
         self.fallbacks = [Fallback(str(n.target), reason, source_line(n)) for n, reason in self._reasons.items()]
@@ -182,7 +180,7 @@ class Plan:
         if not inner and not numbers:
             pick_reads, pick_writes = _picker(reads), _picker(writes)
             return lambda values: session.run(pick_reads(values), pick_writes(values))
-        allocate, inner_slots = allocator(inner, self._sizes, self._device), [written[n] for n in inner]
+        allocate, inner_slots = allocator(inner, self._sizes, self._sessions.device), [written[n] for n in inner]
         n_inputs = len(self._inputs)
 
         def step(values: list[Any]) -> None:
@@ -223,10 +221,8 @@ class Plan:
         live = {v.name for v in model.graph.inputs}
         inputs = [n for n in inputs if n.name in live]
         try:
-            session = OrtSession(
+            session = self._sessions.session(
                 ir.to_proto(model).SerializeToString(),
-                self._config,
-                self._device,
                 double=any(t.dtype == torch.float64 for n in segment.nodes for t in _tensors(n)),
                 small=operations(segment.nodes) < SMALL,
                 repeats=repeats,

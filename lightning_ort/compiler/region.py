@@ -25,7 +25,7 @@ from lightning_ort.compiler.outputs import OutputLayout, overlap
 from lightning_ort.compiler.partition import split
 from lightning_ort.compiler.reference import ForkedRNG
 from lightning_ort.compiler.trace import Derivative, Traced, Untraceable, fake_inputs, trace
-from lightning_ort.runtime.config import RuntimeConfig
+from lightning_ort.runtime.factory import SessionFactory
 
 __all__ = ["Pair", "Region"]
 
@@ -64,8 +64,7 @@ class Region:
     Args:
         graph: Dynamo's graph.
         example_inputs: what Dynamo passed with it.
-        config: how sessions are made.
-        device: what computes; tensors live there or on the CPU.
+        sessions: makes them, for the device that computes; tensors live there or on the CPU.
         scaling: the scale of losses, if they are scaled.
         verify: check the first run of each graph against torch.
         on_compiled: called with each :class:`Executable` after it was compiled.
@@ -86,16 +85,15 @@ class Region:
         self,
         graph: fx.GraphModule,
         example_inputs: Sequence[Any],
-        config: RuntimeConfig,
-        device: torch.device,
+        sessions: SessionFactory,
         *,
         scaling: LossScaling | None = None,
         verify: bool,
         on_compiled: Callable[[Executable], None],
     ) -> None:
-        self.graph, self.device, self.scaling = graph, device, scaling
-        self._config, self._verify, self._on_compiled = config, verify, on_compiled
-        self._in_torch = config.placement == "torch"
+        self.graph, self.device, self.scaling = graph, sessions.device, scaling
+        self._sessions, self._verify, self._on_compiled = sessions, verify, on_compiled
+        self._in_torch = sessions.placement == "torch"
         self._fakes = fake_inputs(graph, example_inputs)
         self._surroundings = Surroundings.present()
         self._context = TracingContext.get()
@@ -109,7 +107,7 @@ class Region:
         self._loss: Executable | None = None
         self._pair: Pair | None = None
         self._plain: Executable | None = None
-        self.first_run = FirstRun(graph, self.wanted, device, self._surroundings)
+        self.first_run = FirstRun(graph, self.wanted, self.device, self._surroundings)
         self._quiet = _uncounted(graph)
         differentiable = self._layout.differentiable
         if differentiable and not (self.wanted and torch.is_grad_enabled()):
@@ -135,7 +133,7 @@ class Region:
     def _executable(self, traced: Traced, extra: Sequence[fx.Node] = ()) -> Executable:
         if self._in_torch:
             return TorchExecutable(traced, self.device, extra)
-        return ORTExecutable(traced, self._config, self.device, extra)
+        return ORTExecutable(traced, self._sessions, extra)
 
     def use_loss(self, output: int) -> None:
         """From now on, compute the gradients of the scalar ``output`` together with the outputs."""

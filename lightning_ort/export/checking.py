@@ -22,10 +22,12 @@ def open_session(path: Path) -> Any:
     """The file in an ``onnxruntime.InferenceSession`` on the CPU, which all builds have."""
     import onnxruntime
 
+    from lightning_ort.runtime.providers.cpu import cpu_session
+
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = torch.get_num_threads()
-    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    return cpu_session(path, options)
 
 
 def check(

@@ -122,10 +122,9 @@ def _kind() -> str:
         OnnxRuntimeImportError: there is no usable ONNX Runtime.
     """
     require_onnxruntime()
-    import onnxruntime
+    from lightning_ort.runtime.providers import reachable_device_type
 
-    cuda = "CUDAExecutionProvider" in onnxruntime.get_available_providers() and torch.cuda.is_available()
-    return "cuda" if cuda else "cpu"
+    return reachable_device_type()
 
 
 def _count() -> int:

@@ -71,8 +71,8 @@ class ORTStrategy(SingleDeviceStrategy):
         checkpoint_io: how checkpoints are read and written, by default :class:`~lightning_ort.ORTCheckpointIO`.
         precision_plugin: an :class:`~lightning_ort.ORTPrecision`, or one of Lightning's own for full, half, double or
             mixed precision (the last is replaced by the former); filled in by the Trainer.
-        providers: execution providers in order of preference, as ONNX Runtime names them; by default
-            ``CPUExecutionProvider`` or ``CUDAExecutionProvider``, whichever belongs to the device.
+        providers: execution providers in order of preference, as ONNX Runtime names them; by default the one
+            that belongs to the device.
         provider_options: one mapping per provider, or a mapping from provider name to its options.
         session_options: an ``onnxruntime.SessionOptions``, or a mapping from its attributes (such as
             ``intra_op_num_threads``) and configuration keys (such as ``session.intra_op.allow_spinning``) to values.
@@ -232,11 +232,11 @@ class ORTStrategy(SingleDeviceStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         from lightning_ort.compiler.backend import ORTBackend
         from lightning_ort.lightning.steps import CompiledSteps
-        from lightning_ort.runtime.providers import choose_providers
+        from lightning_ort.runtime.providers import resolve
 
         self._refuse(trainer)
         self._trainer = weakref.ref(trainer)
-        choose_providers(self.root_device, self._config.providers, self._config.provider_options)
+        resolve(self.root_device, self._config.providers, self._config.provider_options)
         super().setup(trainer)
         assert self.lightning_module is not None
         if self._restoring is not None and trainer.state.fn == TrainerFn.FITTING:

@@ -23,6 +23,7 @@ from lightning_ort.files.reading import refusing
 from lightning_ort.ondevice.checkpoint import CheckpointState, as_tensor, checked, given_back
 from lightning_ort.ondevice.formats import flavour_of_model
 from lightning_ort.runtime.config import RuntimeConfig
+from lightning_ort.runtime.factory import SessionFactory
 from lightning_ort.runtime.memory import Packed
 from lightning_ort.runtime.tensors import owning
 from lightning_ort.validation import flag, path, shown
@@ -78,18 +79,18 @@ class Module:
                 evaluation = flavour_of_model(eval_path).load_eval_step(eval_path, values)
         trained = {n: values.parameters[n] for n in values.trained}
         frozen = {n: p.contiguous() for n, p in values.parameters.items() if n not in trained}
-        self.config = config
+        self.sessions = SessionFactory(config)
         self.memory, self.gradients = Packed(trained), Packed(trained)
         self.memory.fill(trained)
         self._scratch: Packed | None = None
         tensors = self.memory.views | frozen | values.buffers
         gradients = {n: self.gradients.views[n] for n in graph.gradients}
         with _using(train_path):
-            self._train = StepRunner(graph, tensors, gradients, self.config)
+            self._train = StepRunner(graph, tensors, gradients, self.sessions)
         self._eval = None
         if evaluation is not None:
             with _using(Path(eval_model_uri or "")):
-                self._eval = StepRunner(evaluation, tensors, {}, self.config)
+                self._eval = StepRunner(evaluation, tensors, {}, self.sessions)
         # nothing can fail any more
         values.parameters = {n: tensors[n] for n in values.parameters}
         self._tensors, self.state, self.training = tensors, state, True

@@ -57,7 +57,7 @@ class Optimizer:
             params = {str(t.dtype): t for t in module.memory.flat.values()}
             moments = {name: {s: packed[s].flat[p.dtype] for s in config.states} for name, p in params.items()}
             gradients = {str(t.dtype): t for t in module.gradients.flat.values()}
-        updater = Updater(dict.fromkeys(params, config), params, module.config, moments=moments)
+        updater = Updater(dict.fromkeys(params, config), params, module.sessions, moments=moments)
         self._update = updater.bound_to(gradients)
         self._module, values.optimizer = module, state
 

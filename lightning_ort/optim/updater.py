@@ -13,7 +13,7 @@ from lightning_ort.optim.rules import FusedAdam
 from lightning_ort.optim.settings import OptimizerSettings
 from lightning_ort.optim.update import Update
 from lightning_ort.optim.update.graph import UpdateGraph, pieces_of
-from lightning_ort.runtime.config import RuntimeConfig
+from lightning_ort.runtime.factory import SessionFactory
 
 __all__ = ["Updater"]
 
@@ -24,7 +24,7 @@ class Updater:
     Args:
         settings: name of each parameter to its settings; of one kind, and for Adam of one ``decay``.
         params: name to tensor, float32 or float64, in the order of ``settings``.
-        config: how sessions are made, and who may compute what (``placement``).
+        sessions: makes them on the device of the parameters, and says who may compute what (``placement``).
         guard: change nothing where a gradient is not finite.
         moments: name to the tensors of the rule by name, shaped like the parameter; zeros by default.
 
@@ -42,12 +42,12 @@ class Updater:
         self,
         settings: Mapping[str, OptimizerSettings],
         params: Mapping[str, Tensor],
-        config: RuntimeConfig,
+        sessions: SessionFactory,
         *,
         guard: bool = False,
         moments: Mapping[str, Mapping[str, Tensor]] | None = None,
     ) -> None:
-        self._settings, self._params, self._config = dict(settings), dict(params), config
+        self._settings, self._params, self._sessions = dict(settings), dict(params), sessions
         each = list(self._settings.values())
         for attribute in ("kind", "decay", "momentum", "nesterov"):
             found = {getattr(s, attribute) for s in each}
@@ -154,13 +154,13 @@ class Updater:
         params = [self._params[n] for n in names]
         states = [list(self.moments[n].values()) for n in names]
         if fused is None:
-            fused = FusedAdam.can_do(self.rule, params, self._config)
+            fused = FusedAdam.can_do(self.rule, params, self._sessions.placement)
         make = FusedAdam if fused else self._graph_update
         self._update = make(params, states, groups, clip=self.clip, guard=self.guard)
         self._updated = list(names)
 
     def _graph_update(self, params: Any, states: Any, groups: Any, **flags: bool) -> Update:
-        return Update(self.rule, params, states, groups, self._config, **flags)
+        return Update(self.rule, params, states, groups, self._sessions, **flags)
 
     def _limits(self) -> list[float] | None:
         limits = [self._settings[n].clip_grad_norm for n in self._leaders]

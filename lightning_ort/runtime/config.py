@@ -12,8 +12,8 @@ import torch
 from onnx import TensorProto, helper
 
 from lightning_ort.errors import ProviderError
-from lightning_ort.runtime.providers import check_available
-from lightning_ort.runtime.providers.openvino import options_for_bfloat16
+from lightning_ort.runtime.providers import check_available, native_to, provider_named
+from lightning_ort.runtime.providers.cpu import CPU
 from lightning_ort.validation import choice, flag, number, shown, whole
 
 if TYPE_CHECKING:
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["Placement", "RuntimeConfig"]
 
 Placement = Literal["fastest", "onnxruntime", "torch"]
-
-_CPU = "CPUExecutionProvider"
-_WHO_RUNS_WHAT = "session.record_ep_graph_assignment_info"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +43,6 @@ class RuntimeConfig:
     session_options: onnxruntime.SessionOptions | Mapping[str, Any] | None = None
     placement: Placement = "fastest"
     on_session: Callable[[OrtSession, bytes], None] | None = None
-
-    def in_bfloat16(self) -> RuntimeConfig | None:
-        """The same for graphs that may compute in bfloat16, or ``None`` if no provider here has kernels for that."""
-        options = options_for_bfloat16(self.providers, self.provider_options)
-        return None if options is None else dataclasses.replace(self, provider_options=options)
 
     def make_session_options(
         self, *, threads: int | None = None, device: torch.device | None = None
@@ -81,10 +73,8 @@ class RuntimeConfig:
         options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
         # ONNX Runtime's idle threads would spin on the cores that torch's optimizer needs
         options.add_session_config_entry("session.force_spinning_stop", "1")
-        if device is not None and device.type == "cuda":
-            options.use_deterministic_compute = torch.are_deterministic_algorithms_enabled()
-            if _tells_who_runs_what():
-                options.add_session_config_entry(_WHO_RUNS_WHAT, "1")
+        if device is not None:
+            native_to(device).prepare(options)
         for key, value in (self.session_options or {}).items():
             _set(options, key, value)
         return options
@@ -100,11 +90,8 @@ class RuntimeConfig:
         """
         choice("placement", self.placement, get_args(Placement))
         options = check_available(self.providers, self.provider_options)
-        if options.get(_CPU):
-            raise ProviderError(
-                f"provider_options has {', '.join(map(repr, options[_CPU]))} for {_CPU}, which has none and heeds "
-                "nothing. What it does is said by session_options, such as {'enable_cpu_mem_arena': False}."
-            )
+        for name, given in options.items():
+            provider_named(name).check(given)
         made = self.make_session_options()
         _check_ranges(made)
         providers = [(name, dict(values)) for name, values in options.items() if values]
@@ -198,9 +185,5 @@ def _probe(options: onnxruntime.SessionOptions, providers: Sequence[tuple[str, d
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in ("x", "y"))
     graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "probe", [x], [y])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    chosen: list[Any] = [*providers, _CPU]
+    chosen: list[Any] = [*providers, CPU.name]
     onnxruntime.InferenceSession(model.SerializeToString(), options, providers=chosen, enable_fallback=0)
-
-
-def _tells_who_runs_what() -> bool:
-    return hasattr(onnxruntime.InferenceSession, "get_provider_graph_assignment_info")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -13,25 +13,15 @@ import torch
 from onnxruntime.capi import _pybind_state
 
 from lightning_ort.errors import ProviderError
-from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.runtime.memory import address_of
-from lightning_ort.runtime.providers import choose_providers
-from lightning_ort.runtime.providers.cuda import CUDA, Queue, why_not_started
-from lightning_ort.runtime.providers.openvino import bind_bfloat16
-from lightning_ort.runtime.tensors import NUMPY
+from lightning_ort.runtime.providers.cuda import Queue
+from lightning_ort.runtime.tensors import NUMPY, ONNX
 from lightning_ort.runtime.value_errors import refusal
 
 __all__ = ["OrtSession"]
 
 # sets of addresses remembered per session: gradients of the last step are alive while the next are written
 _BINDINGS = 4
-# Crashes the creation of some sessions of ONNX Runtime 1.19: 1 / n times a cast value, the gradient of a weighted mean.
-_NEVER = ["DivMulFusion"]
-# The first keeps the factor of a product as a float, also where the matrices are doubles; the second makes an operator
-# that ONNX Runtime 1.19 has no double kernel for.
-_NOT_FOR_DOUBLES = ["MatMulScaleFusion", "MatmulTransposeFusion"]
-# It would keep a value for its second use where the graph computes it again.
-_WOULD_KEEP = ["CommonSubexpressionElimination"]
 
 
 class _Binding:
@@ -49,21 +39,15 @@ class OrtSession:
     """A session for one graph, run on tensors that are bound by address.
 
     Args:
-        model: the serialized ONNX model.
-        config: providers and options.
+        inner: ONNX Runtime's own object.
         device: what computes; inputs and outputs live there or on the CPU.
-        double: the graph computes in float64.
-        small: the graph is too little work for a second thread.
-        repeats: the graph computes values twice on purpose.
+        queue: puts runs in order with torch's work on the device; ``None`` on the CPU.
+        on_cpu: see below.
         same_shapes: the caller passes tensors of the same shapes at each run.
         places: descriptions of nodes for errors about values, see :func:`~lightning_ort.runtime.value_errors.refusal`.
 
-    Raises:
-        ProviderError: the session did not get a provider that was asked for.
-        onnxruntime errors: the model is not accepted.
-
     Attributes:
-        inner: ONNX Runtime's own object, for what it tells of itself.
+        inner: for what it tells of itself.
         on_cpu: types of the operators of a session on a GPU that the CPU executes, one entry per node; ONNX Runtime
             copies what they read and give. ``None`` where it does not tell: before 1.24, and with the user's own
             ``SessionOptions``, unless they ask for it.
@@ -71,31 +55,15 @@ class OrtSession:
 
     def __init__(
         self,
-        model: bytes,
-        config: RuntimeConfig,
+        inner: onnxruntime.InferenceSession,
         device: torch.device,
         *,
-        double: bool = False,
-        small: bool = False,
-        repeats: bool = False,
+        queue: Queue | None = None,
+        on_cpu: tuple[str, ...] | None = (),
         same_shapes: bool = False,
         places: Mapping[str, str] | None = None,
     ) -> None:
-        wanted = choose_providers(device, config.providers, config.provider_options)
-        disabled = _NEVER + (_NOT_FOR_DOUBLES if double else []) + (_WOULD_KEEP if repeats else [])
-        options = config.make_session_options(threads=1 if small else None, device=device)
-        self.inner = _session(model, options, wanted, disabled)
-        got = self.inner.get_providers()
-        lost = [name for name, _ in wanted if name not in got]
-        if lost:
-            why = "; ".join(filter(None, map(why_not_started, lost)))
-            raise ProviderError(
-                f"ONNX Runtime did not give the session {', '.join(lost)} (it has {', '.join(got)}): the provider is "
-                f"built in, but could not start{': ' + why if why else ''}. Its own message is in ONNX Runtime's log "
-                "(session_options={'log_severity_level': 0})."
-            )
-        self._queue = Queue(device, dict(wanted)[CUDA]) if device.type == "cuda" else None
-        self.on_cpu = _on_cpu(self.inner) if device.type == "cuda" else ()
+        self.inner, self.on_cpu, self._queue = inner, on_cpu, queue
         # what the CPU has a part in must be waited for: its buffers would be used again while copies are under way
         self._waiting = _run_options()
         alone = self.on_cpu == ()
@@ -107,8 +75,6 @@ class OrtSession:
         self._places = places or {}
         self._bindings: dict[int, _Binding] = {}
         self._latest: _Binding | None = None
-        if config.on_session is not None:
-            config.on_session(self, model)
 
     def run(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         """Compute ``outputs`` from ``inputs``, both in the order of the graph; outputs must be contiguous.
@@ -208,7 +174,7 @@ class OrtSession:
         if self._queue is not None and tensor.device.type == "cpu":
             device, on_host = ("cpu", 0), True
         if element is None:
-            bind_bfloat16(bind, name, device, tensor)
+            _bind_bfloat16(bind, name, device, tensor)
         else:
             bind(name, *device, element, tuple(tensor.shape), address_of(tensor))
         return on_host
@@ -224,40 +190,41 @@ def _run_options(**entries: str) -> onnxruntime.RunOptions:
     return options
 
 
-def _session(
-    model: bytes,
-    options: onnxruntime.SessionOptions,
-    providers: Sequence[tuple[str, Mapping[str, str]]],
-    disabled: Sequence[str],
-) -> onnxruntime.InferenceSession:
-    first, _ = providers[0]
-    # a session of CUDA changes the thread's current device
-    index = next(
-        (int(values["device_id"]) for name, values in providers if name == CUDA and "device_id" in values), None
-    )
-    try:
-        with contextlib.nullcontext() if index is None else torch.cuda.device(index):
-            return onnxruntime.InferenceSession(
-                model,
-                options,
-                providers=[(name, dict(values)) for name, values in providers],
-                disabled_optimizers=disabled,
-                enable_fallback=0,
-            )
-    except (RuntimeError, ValueError) as error:
-        # errors about the model are exceptions of ONNX Runtime's own
-        why = why_not_started(first)
-        raise ProviderError(f"{first} does not start: {error}{' (' + why + ')' if why else ''}") from error
-
-
-def _on_cpu(session: onnxruntime.InferenceSession) -> tuple[str, ...] | None:
-    try:
-        parts = session.get_provider_graph_assignment_info()
-    except (AttributeError, _pybind_state.Fail):  # too old, or not asked for in the user's own session options
-        return None
-    return tuple(node.op_type for part in parts if part.ep_name == "CPUExecutionProvider" for node in part.get_nodes())
-
-
 def _address_and_shape(tensor: torch.Tensor) -> tuple[int, torch.Size]:
     # an empty tensor has no address
     return tensor.data_ptr(), tensor.shape
+
+
+def _bind_bfloat16(bind: Any, name: str, device: tuple[str, int], tensor: torch.Tensor) -> None:
+    """Bind a contiguous tensor of bfloat16, which numpy has no type for, by address.
+
+    Args:
+        bind: ``bind_input`` or ``bind_output`` of an ``onnxruntime.IOBinding``.
+        name: of the graph's input or output.
+        device: type and index, as ONNX Runtime has them.
+        tensor: what is bound.
+
+    Raises:
+        ProviderError: this ONNX Runtime takes bfloat16 in no way.
+    """
+    try:
+        bind(name, *device, int(ONNX[torch.bfloat16]), tuple(tensor.shape), address_of(tensor))
+    except RuntimeError:
+        # before 1.20 only numpy's types were known, and no other way is public
+        by_value = getattr(bind.__self__, f"{bind.__name__.replace('bind_', 'bind_ortvalue_')}")
+        by_value(name, _ort_value(tensor))
+
+
+def _ort_value(tensor: torch.Tensor) -> onnxruntime.OrtValue:
+    """``tensor`` as ONNX Runtime's own kind of tensor, in the same memory."""
+    make = getattr(_pybind_state.OrtValue, "from_dlpack", None)
+    if make is None:
+        raise ProviderError(
+            f"ONNX Runtime {onnxruntime.__version__} cannot be given bfloat16 tensors: expected one with DLPack (the "
+            "training builds have it) or 1.20 and later. Install one of these, or use precision='16-mixed'."
+        )
+    if tensor.device.type == "cpu" and tensor.numel():
+        # bound by address like all others, without a hold on the memory: nobody could tell when it is free again
+        memory = (ctypes.c_char * (2 * tensor.numel())).from_address(tensor.data_ptr())
+        tensor = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
+    return onnxruntime.OrtValue(make(torch.utils.dlpack.to_dlpack(tensor.detach()), False))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_ort.optim.update.graph import Part, Slot, UpdateGraph, append_update, pieces_of
 from lightning_ort.runtime.config import RuntimeConfig
+from lightning_ort.runtime.providers.cpu import cpu_session
 from lightning_ort.runtime.session import OrtSession
 from lightning_ort.trainer.description import Description
 from lightning_ort.trainer.export import inferred, save
@@ -99,7 +100,7 @@ class GraphFiles:
                 options = onnxruntime.SessionOptions()
                 options.log_severity_level = 3
                 options.optimized_model_filepath = str(path)
-                onnxruntime.InferenceSession(training.SerializeToString(), options, providers=["CPUExecutionProvider"])
+                cpu_session(training.SerializeToString(), options)
 
     def _shaped(self, model: onnx.ModelProto) -> onnx.ModelProto:
         return inferred(model) if self._infer else model

@@ -5,18 +5,15 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import onnxruntime
 import torch
 
 from lightning_ort.errors import ProviderError
 from lightning_ort.runtime.config import RuntimeConfig
-from lightning_ort.runtime.providers import check_available
+from lightning_ort.runtime.providers import check_available, native_to
+from lightning_ort.runtime.providers.cpu import CPU
 from lightning_ort.trainer.options import ORTTrainerOptions
 
 __all__ = ["choose_device", "runtime_config"]
-
-_CPU = "CPUExecutionProvider"
-_NATIVE = {"cpu": _CPU, "cuda": "CUDAExecutionProvider"}
 
 
 def choose_device(options: ORTTrainerOptions) -> torch.device:
@@ -31,16 +28,15 @@ def choose_device(options: ORTTrainerOptions) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise ValueError(f"options['device.id'] = {name!r} is no device. Use 'cpu', 'cuda' or 'cuda:0'.") from None
-    if device.type not in _NATIVE:
-        raise ValueError(f"options['device.id'] = {name!r}: ONNX Runtime reaches 'cpu' and 'cuda' devices only.")
+    try:
+        reason = native_to(device).why_missing()
+    except ProviderError:
+        raise ValueError(
+            f"options['device.id'] = {name!r}: ONNX Runtime reaches 'cpu' and 'cuda' devices only."
+        ) from None
     if device.type == "cpu":
         return device
-    reason = None
-    if not torch.cuda.is_available():
-        reason = "torch sees no CUDA device"
-    elif _NATIVE["cuda"] not in onnxruntime.get_available_providers():
-        reason = "this ONNX Runtime is built without CUDA"
-    if reason is None:
+    if not reason:
         return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
     if options._was_given("device.id"):
         raise ProviderError(f"options['device.id'] = {name!r}, but {reason}. Use 'cpu'.")
@@ -59,25 +55,25 @@ def runtime_config(options: ORTTrainerOptions, device: torch.device) -> RuntimeC
         ValueError: ``device.mem_limit`` on the CPU, where ONNX Runtime has no limit.
         ProviderError: a provider that this ONNX Runtime lacks.
     """
-    native = _NATIVE[device.type]
+    native = native_to(device)
     given = options.provider_options
     # also says which of them are no mappings
     check_available(list(given) or None, given or None)
     providers = {name: dict(values) for name, values in given.items()}
-    if native not in providers:
+    if native.name not in providers:
         # the first that has a kernel gets a node, and the CPU's has most of them
-        providers = {native: {}} | providers if _CPU in providers else providers | {native: {}}
-    efficient = options.utils.memory_efficient_gradient
-    if device.type == "cuda":
-        if options.device.mem_limit:
-            providers[native]["gpu_mem_limit"] = str(options.device.mem_limit)
-        if efficient:
-            providers[native]["arena_extend_strategy"] = "kSameAsRequested"
-    elif options.device.mem_limit:
+        own: dict[str, dict[str, Any]] = {native.name: {}}
+        providers = own | providers if CPU.name in providers else providers | own
+    limit = options.device.mem_limit
+    if limit and not native.memory_limit_option:
         raise ValueError(
-            f"options['device.mem_limit'] = {options.device.mem_limit}: ONNX Runtime has a limit for CUDA devices "
-            "only. Leave it out on the CPU."
+            f"options['device.mem_limit'] = {limit}: ONNX Runtime has a limit for CUDA devices only. Leave it out on "
+            "the CPU."
         )
+    if limit:
+        providers[native.name][native.memory_limit_option] = str(limit)
+    if options.utils.memory_efficient_gradient:
+        providers[native.name] |= native.frugal_options
     check_available(list(providers), providers)
     return RuntimeConfig(list(providers), providers, _session_options(options), options.placement)
 

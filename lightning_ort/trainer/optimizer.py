@@ -14,7 +14,7 @@ from lightning_ort.checkpoints.names import SHARED, moments_from_orttrainer, mom
 from lightning_ort.optim.config import AdamConfig, LambConfig, SGDConfig, _OptimizerConfig
 from lightning_ort.optim.settings import OptimizerSettings
 from lightning_ort.optim.updater import Updater
-from lightning_ort.runtime.config import RuntimeConfig
+from lightning_ort.runtime.factory import SessionFactory
 
 __all__ = ["Optimizer", "check_groups"]
 
@@ -45,7 +45,7 @@ class Optimizer:
         config: which optimizer.
         params: name to parameter, those that are trained.
         known: names of all weights of the model.
-        runtime: how sessions are made.
+        sessions: makes them.
         clip: clip Adam's and LAMB's gradients to ``max_norm_clip``.
         guard: skip updates whose gradients are not finite.
 
@@ -61,7 +61,7 @@ class Optimizer:
         config: _OptimizerConfig,
         params: Mapping[str, nn.Parameter],
         known: Mapping[str, Any],
-        runtime: RuntimeConfig,
+        sessions: SessionFactory,
         *,
         clip: bool,
         guard: bool,
@@ -70,7 +70,7 @@ class Optimizer:
         self._config, self._params = config, dict(params)
         hyper = {name: config.hyper_parameters(name) for name in params}
         settings = {name: _settings(config, h, clip=clip) for name, h in hyper.items()}
-        self.updater = Updater(settings, self._params, runtime, guard=guard)
+        self.updater = Updater(settings, self._params, sessions, guard=guard)
 
     def parameters(self) -> list[nn.Parameter]:
         """All parameters that are trained."""

@@ -18,6 +18,7 @@ from lightning_ort.onnx_reader import to_torch
 from lightning_ort.optim.config import _OptimizerConfig
 from lightning_ort.optim.step_info import TrainStepInfo
 from lightning_ort.runtime.config import RuntimeConfig
+from lightning_ort.runtime.factory import SessionFactory
 from lightning_ort.trainer.debug import GraphFiles
 from lightning_ort.trainer.description import Description, describe
 from lightning_ort.trainer.device import choose_device, runtime_config
@@ -92,11 +93,12 @@ class ORTTrainer(TrainerState):
         self._check_names()
         runtime = runtime_config(self.options, self._device)
         runtime.check()
+        sessions = SessionFactory(runtime, self._device)
         self._combined.to(self._device)
         self._weights = self._all_weights(module)
         trained = self._freeze()
         clip, guard = self.options.utils.grad_norm_clip, bool(mixed.enabled)
-        self._optimizer = Optimizer(optim_config, trained, self._weights, runtime, clip=clip, guard=guard)
+        self._optimizer = Optimizer(optim_config, trained, self._weights, sessions, clip=clip, guard=guard)
         self._files = GraphFiles(self.options)
         self._execution = Execution(
             self._combined,

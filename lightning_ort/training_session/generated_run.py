@@ -13,7 +13,7 @@ from lightning_ort.compiler.aot.joint import Joint
 from lightning_ort.compiler.aot.reference import StepReference
 from lightning_ort.compiler.aot.sizes import independent, size_text, value_of
 from lightning_ort.compiler.placement import SMALL, operations
-from lightning_ort.runtime.config import RuntimeConfig
+from lightning_ort.runtime.factory import SessionFactory
 from lightning_ort.runtime.session import OrtSession
 from lightning_ort.verification import Doubts, Mismatch
 
@@ -80,10 +80,8 @@ def compare_once(reference: StepReference, joint: Joint, model: ir.Model, *, lim
 
 def _session(model: ir.Model, joint: Joint) -> OrtSession:
     results = [node.meta["val"] for node in joint.results.values()]
-    return OrtSession(
+    return SessionFactory().session(
         ir.to_proto(model).SerializeToString(),
-        RuntimeConfig(["CPUExecutionProvider"]),
-        torch.device("cpu"),
         double=any(t.dtype == torch.float64 for t in results),
         small=operations(joint.traced.graph.nodes) < SMALL,
     )

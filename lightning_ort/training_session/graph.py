@@ -19,7 +19,7 @@ from lightning_ort.compiler.aot.step_runner import StepRunner
 from lightning_ort.errors import MismatchError
 from lightning_ort.files.onnx_models import save_onnx
 from lightning_ort.onnx_reader import OnnxModule
-from lightning_ort.runtime.config import RuntimeConfig
+from lightning_ort.runtime.factory import SessionFactory
 from lightning_ort.training_session.gradient_graph import GradientGraphBuilder
 from lightning_ort.training_session.optimizer import WeightUpdate
 from lightning_ort.training_session.parameters import TrainingParameters
@@ -42,7 +42,7 @@ class TrainingGraph:
         gradients: initializers by which it is differentiated, to where their gradients are written at each run;
             without any, the graph evaluates.
         tensors: weights and running statistics by name, read at each run; a training run writes new statistics.
-        config: how the session is made.
+        sessions: makes the one session.
         verify: compare the first run with the same computation in torch.
 
     Attributes:
@@ -57,7 +57,7 @@ class TrainingGraph:
         loss: str,
         gradients: Mapping[str, torch.Tensor],
         tensors: Mapping[str, torch.Tensor],
-        config: RuntimeConfig,
+        sessions: SessionFactory,
         *,
         verify: bool,
     ) -> None:
@@ -82,7 +82,7 @@ class TrainingGraph:
             gradients={n: f"{n}{GRAD}" for n in gradients},
             updates={n: f"{n}{NEW}" for n in tensors if f"{n}{NEW}" in joint.results},
         )
-        self.runner = StepRunner(graph, tensors, gradients, config)
+        self.runner = StepRunner(graph, tensors, gradients, sessions)
         self._fed = [info.name for info in infos[: len(infos) - len(self._seed)]]
         self._loss, self._tensors, self._gradients = loss, tensors, gradients
         self._doubts = Doubts(_ADVICE)

@@ -11,7 +11,7 @@ import torch
 from lightning_ort.checkpoints.names import moments_to_orttrainer
 from lightning_ort.optim.settings import OptimizerSettings
 from lightning_ort.optim.updater import Updater
-from lightning_ort.runtime.config import RuntimeConfig
+from lightning_ort.runtime.factory import SessionFactory
 from lightning_ort.training_session.parameters import TrainingParameters
 from lightning_ort.validation import number, shown, whole
 
@@ -77,14 +77,14 @@ class WeightUpdate:
     Args:
         parameters: names the optimizer, its attributes and whether to clip.
         weights: name to tensor, changed in place.
-        config: how sessions are made.
+        sessions: makes them.
 
     Attributes:
         updater: makes the updates; its counts are one less than those in states, which start at 1.
     """
 
     def __init__(
-        self, parameters: TrainingParameters, weights: Mapping[str, torch.Tensor], config: RuntimeConfig
+        self, parameters: TrainingParameters, weights: Mapping[str, torch.Tensor], sessions: SessionFactory
     ) -> None:
         self.name: str = parameters.training_optimizer_name
         if self.name not in _ALLOWED:
@@ -110,7 +110,7 @@ class WeightUpdate:
                     attribute, attribute
                 )
                 raise ValueError(f"{self.name}: {title} must be the same for all weights.")
-        self.updater = Updater(settings, weights, config, guard=parameters.loss_scale > 0)
+        self.updater = Updater(settings, weights, sessions, guard=parameters.loss_scale > 0)
 
     def run(self, gradients: Mapping[str, torch.Tensor], lr: float, scale: float) -> bool:
         """Update all weights by ``gradients`` times ``scale``; whether they were finite (and so anything changed)."""

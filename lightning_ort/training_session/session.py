@@ -16,8 +16,10 @@ from lightning_ort.errors import ProviderError
 from lightning_ort.onnx_reader import to_torch
 from lightning_ort.onnx_reader.load import Model, load, name_of, trainable_initializers, using
 from lightning_ort.runtime.config import RuntimeConfig
+from lightning_ort.runtime.factory import SessionFactory
 from lightning_ort.runtime.memory import Packed
 from lightning_ort.runtime.providers import check_available
+from lightning_ort.runtime.providers.cpu import CPU
 from lightning_ort.runtime.tensors import owning
 from lightning_ort.training_session.binding import TrainingBinding, as_feed, as_scalar
 from lightning_ort.training_session.graph import TrainingGraph, save_graphs
@@ -69,7 +71,7 @@ class TrainingSession(SessionInfo, SessionState):
     ) -> None:
         if not isinstance(parameters, TrainingParameters):
             raise TypeError(f"parameters is a {type(parameters).__name__}; expected lightning_ort.TrainingParameters.")
-        RuntimeConfig(*_split(providers, provider_options), sess_options).check()
+        sessions = _sessions(providers, provider_options, sess_options)
         self._verify = flag("verify", verify)
         self._parameters, self._proto, self._name = parameters, load(path_or_bytes), name_of(path_or_bytes)
         self._forward_outputs = [o.name for o in self._proto.graph.output]
@@ -94,7 +96,7 @@ class TrainingSession(SessionInfo, SessionState):
         self._n_accumulated = 0
         self._fallback = True
         self._options = sess_options
-        self._make(providers, provider_options)
+        self._make(sessions)
         if self._updates is not None and parameters._initial_state:
             self._updates.assign(self._updates.check(parameters._initial_state))
         save_graphs(self._proto, parameters, self._loss, list(self._weights), self._updates, verify=verify)
@@ -107,18 +109,15 @@ class TrainingSession(SessionInfo, SessionState):
             raise ValueError(f"loss_output_name is {name!r}; the model's outputs are {self._forward_outputs}.")
         return name
 
-    def _make(self, providers: Sequence[Any] | None, provider_options: Sequence[Mapping[str, Any]] | None) -> None:
-        names, options = _split(providers, provider_options)
-        config = RuntimeConfig(names, options, self._options)
-        config.check()
-        self._config = config
+    def _make(self, sessions: SessionFactory) -> None:
+        self._sessions = sessions
         self._gradients = Packed(self._weights)
         self._train = self._graph(self._gradients.views)
         self._infos = self._train.infos
         self._evaluation: TrainingGraph | None = None
         update = None
         if self._parameters.training_optimizer_name:
-            update = WeightUpdate(self._parameters, self._weights, config)
+            update = WeightUpdate(self._parameters, self._weights, sessions)
         old = getattr(self, "_updates", None)
         if update is not None and old is not None:
             update.assign(update.check(old.state()))
@@ -137,7 +136,7 @@ class TrainingSession(SessionInfo, SessionState):
         tensors = self._weights | self._buffers
         with using(self._name):
             return TrainingGraph(
-                self._proto, self._module, self._loss, gradients, tensors, self._config, verify=self._verify
+                self._proto, self._module, self._loss, gradients, tensors, self._sessions, verify=self._verify
             )
 
     def _flags(self) -> list[str]:
@@ -198,7 +197,7 @@ class TrainingSession(SessionInfo, SessionState):
             if not (self._fallback and type(error).__name__ == "EPFail"):
                 raise
             warnings.warn(f"The execution provider failed ({error}); going on with the CPU's.", stacklevel=4)
-            self.set_providers(["CPUExecutionProvider"])
+            self.set_providers([CPU.name])
             return self._forward(feed, scale, evaluate=evaluate)
 
     def _step(self, feed: Mapping[str, torch.Tensor], lr: float | None) -> dict[str, np.ndarray]:
@@ -265,7 +264,14 @@ class TrainingSession(SessionInfo, SessionState):
         self, providers: Sequence[Any] | None = None, provider_options: Sequence[Mapping[str, Any]] | None = None
     ) -> None:
         """Make the sessions anew with these providers; weights and states are kept."""
-        self._make(providers, provider_options)
+        self._make(_sessions(providers, provider_options, self._options))
+
+
+def _sessions(providers: Sequence[Any] | None, provider_options: Any, session_options: Any) -> SessionFactory:
+    """What makes the sessions, after all that was given is known to be heeded."""
+    config = RuntimeConfig(*_split(providers, provider_options), session_options)
+    config.check()
+    return SessionFactory(config)
 
 
 def _split(providers: Sequence[Any] | None, options: Any) -> tuple[list[str] | None, Any]:

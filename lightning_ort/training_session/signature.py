@@ -8,6 +8,7 @@ import onnx
 import onnxruntime
 from onnx import TensorProto, helper
 
+from lightning_ort.runtime.providers.cpu import cpu_session
 from lightning_ort.training_session.graph import TrainingGraph
 
 __all__ = ["SessionInfo", "signature_session"]
@@ -49,7 +50,7 @@ def signature_session(
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
-    return onnxruntime.InferenceSession(described.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return cpu_session(described.SerializeToString(), options)
 
 
 class SessionInfo:

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_ort import ondevice
 from lightning_ort.compiler.passes import with_training_kernels
 from lightning_ort.ondevice.formats import flavour_of_model
-from lightning_ort.runtime.providers import has_training_kernels
+from lightning_ort.runtime.providers.cpu import has_training_kernels
 
 LABELS = {
     "all count": [3, 1, 0, 4, 2, 2],

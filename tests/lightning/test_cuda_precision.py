@@ -17,6 +17,8 @@ from lightning_ort.compiler.mixed_precision import CONVOLUTIONS, PRODUCTS, Widen
 from lightning_ort.compiler.placement import better_in_torch
 from lightning_ort.compiler.trace import Traced
 from lightning_ort.runtime.config import RuntimeConfig
+from lightning_ort.runtime.factory import SessionFactory
+from lightning_ort.runtime.providers import native_to
 
 aten = torch.ops.aten
 
@@ -40,12 +42,19 @@ def loss_of(module, x, y, dtype):
         return F.cross_entropy(module(x), y)
 
 
+def for_gpu(config):
+    """What makes sessions for a GPU, as far as it tells where operators are placed."""
+    sessions = SessionFactory(config)
+    sessions.provider = native_to(torch.device("cuda"))
+    return sessions
+
+
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Choices for a GPU, in sessions of the CPU."""
 
-    def choose(graph, config, device):
-        return better_in_torch(graph, config, torch.device("cuda", 0))
+    def choose(graph, sessions):
+        return better_in_torch(graph, for_gpu(sessions.config))
 
     def rewrite(traced, *, rounded, kept):
         return Widening(traced, rounded=rounded, kept=PRODUCTS | CONVOLUTIONS)
@@ -129,7 +138,6 @@ def test_what_a_gpu_leaves_to_cudnn(pixels, dtype, wanted):
     with torch._subclasses.FakeTensorMode():
         args = [torch.empty(8, 16, pixels, pixels, dtype=dtype), torch.empty(16, 16, 3, 3, dtype=dtype)]
         graph = torch.fx.experimental.proxy_tensor.make_fx(step)(*args).graph
-    device = torch.device("cuda", 0)
 
-    assert [n.target for n in graph.nodes if n in better_in_torch(graph, RuntimeConfig(), device)] == wanted
-    assert not better_in_torch(graph, RuntimeConfig(placement="onnxruntime"), device)
+    assert [n.target for n in graph.nodes if n in better_in_torch(graph, for_gpu(RuntimeConfig()))] == wanted
+    assert not better_in_torch(graph, for_gpu(RuntimeConfig(placement="onnxruntime")))

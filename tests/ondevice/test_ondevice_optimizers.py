@@ -7,7 +7,7 @@ import torch
 
 from lightning_ort.ondevice.optimizer_config import OptimizerConfig
 from lightning_ort.optim.update import Update
-from lightning_ort.runtime.config import RuntimeConfig
+from lightning_ort.runtime.factory import SessionFactory
 
 CASES = {
     "adamw": (OptimizerConfig("AdamW", weight_decay=0.1), torch.optim.AdamW, {"weight_decay": 0.1}),
@@ -41,7 +41,7 @@ def test_updates_are_those_of_torch(name):
     twins = [torch.nn.Parameter(p.clone()) for p in params]
     optimizer = kind(twins, lr=0.1, **settings)
     states = [[torch.zeros_like(p) for _ in config.states] for p in params]
-    update = Update(config.rule, params, states, [0, 0], RuntimeConfig())
+    update = Update(config.rule, params, states, [0, 0], SessionFactory())
     for count in range(1, 6):
         lr = 0.1 / count
         optimizer.param_groups[0]["lr"] = lr

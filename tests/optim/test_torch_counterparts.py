@@ -17,7 +17,7 @@ from lightning_ort.checkpoints.names import kind_of
 from lightning_ort.ondevice.optimizer_config import config_of
 from lightning_ort.optim import AdamConfig, LambConfig, SGDConfig, lr_scheduler
 from lightning_ort.optim.torch_optim.stepper import why_not
-from lightning_ort.runtime.config import RuntimeConfig
+from lightning_ort.runtime.factory import SessionFactory
 from lightning_ort.trainer.optimizer import Optimizer
 
 AFTER = AdamConfig.DecayMode.AFTER_WEIGHT_UPDATE
@@ -60,7 +60,7 @@ def test_a_config_is_the_same_in_torch_as_in_onnx_runtime(name, dtype):
     optimizer = config.torch_optimizer(theirs)
     assert type(optimizer) is kind
     known = dict(ours.named_parameters())
-    update = Optimizer(config, known, known, RuntimeConfig(), clip=True, guard=False)
+    update = Optimizer(config, known, known, SessionFactory(), clip=True, guard=False)
     for step in range(20):
         for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
             a.grad = torch.randn_like(a)
@@ -85,7 +85,7 @@ def test_the_config_of_adam_computes_what_adam_does():
         optimizer = kind(theirs.parameters(), lr=torch.tensor(0.02), betas=(0.8, 0.99), eps=1e-4, **settings)
         config = optim.config_from_torch(optimizer, theirs)
         known = dict(ours.named_parameters())
-        update = Optimizer(config, known, known, RuntimeConfig(), clip=True, guard=False)
+        update = Optimizer(config, known, known, SessionFactory(), clip=True, guard=False)
         for _ in range(5):
             for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
                 a.grad = torch.randn_like(a)

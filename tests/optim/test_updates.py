@@ -16,6 +16,7 @@ from lightning_ort.optim.update import graph as update_graph
 from lightning_ort.optim.update.graph import UpdateGraph, pieces_of
 from lightning_ort.optim.update.update import may_overwrite
 from lightning_ort.runtime.config import RuntimeConfig
+from lightning_ort.runtime.factory import SessionFactory
 
 SHAPES = [(7,), (300, 200), (33, 5), (1,), (130, 70), (), (0, 3)]
 RULES = [Adam("before"), Adam("after"), Adam("none"), Lamb(), SGD()]
@@ -66,7 +67,7 @@ def test_rules_follow_their_formulas(rule, clip, guard):
     exact = [p.double() for p in params]
     exact_states = [tuple(s.double() for s in ss) for ss in states]
     groups = [0, 1, 0, 1, 0, 0, 1]
-    update = Update(rule, params, states, groups, RuntimeConfig(), clip=clip, guard=guard)
+    update = Update(rule, params, states, groups, SessionFactory(), clip=clip, guard=guard)
     for count in (1, 2, 3):
         _, gradients = problem(SHAPES)
         lr = 0.01 * count
@@ -89,7 +90,7 @@ def test_rules_follow_their_formulas(rule, clip, guard):
 def test_everything_is_written_in_place(rule):
     params, _ = problem(SHAPES)
     states = [tuple(torch.zeros_like(p) for _ in rule.states) for p in params]
-    update = Update(rule, params, states, [0] * len(params), RuntimeConfig(), clip=True, guard=True)
+    update = Update(rule, params, states, [0] * len(params), SessionFactory(), clip=True, guard=True)
     outputs = update._graph_outputs
     assert [slot.what for slot, ok in zip(outputs, update._in_place, strict=True) if not ok] == ["finite"]
 
@@ -97,7 +98,7 @@ def test_everything_is_written_in_place(rule):
 def test_gradients_that_are_not_finite_change_nothing():
     params, gradients = problem(SHAPES)
     states = [(torch.rand_like(p), torch.rand_like(p)) for p in params]
-    update = Update(Adam("before"), params, states, [0] * len(params), RuntimeConfig(), guard=True)
+    update = Update(Adam("before"), params, states, [0] * len(params), SessionFactory(), guard=True)
     update.coefficients[0].copy_(torch.tensor(numbers(Adam("before"), 0.1, 1, 0.1)))
     before = [t.clone() for t in params + [s for ss in states for s in ss]]
     for bad in (torch.inf, torch.nan):
@@ -135,7 +136,7 @@ def test_however_tensors_lie_in_memory():
     results = []
     for number, (of_param, of_state) in enumerate(itertools.product(layouts, repeat=2)):
         p, states = of_param(start), [of_state(torch.zeros(2, 3, 4, 5)) for _ in range(2)]
-        update = Update(Adam("none"), [p], [states], [0], RuntimeConfig())
+        update = Update(Adam("none"), [p], [states], [0], SessionFactory())
         for count, gradient in enumerate(gradients, 1):
             update.set_coefficients(0, numbers(Adam("none"), 0.1, count, 0.0))
             update.run([layouts[(number + count) % 3](gradient)])
@@ -147,7 +148,7 @@ def test_however_tensors_lie_in_memory():
 def test_a_gradient_may_be_a_weight_or_a_state():
     p, q, s = torch.randn(50), torch.randn(50), torch.zeros(50)
     expected = p - 0.1 * q, q - 0.1 * s, q.clone()
-    update = Update(Momentum(), [p, q], [(s,), (torch.zeros(50),)], [0, 0], RuntimeConfig())
+    update = Update(Momentum(), [p, q], [(s,), (torch.zeros(50),)], [0, 0], SessionFactory())
     update.set_coefficients(0, Momentum.numbers(0.1, 0.9))
     for _ in range(2):  # the second time on what is bound
         update.run([q, s])
@@ -159,7 +160,7 @@ def test_a_gradient_may_be_a_weight_or_a_state():
 
 def test_states_are_replaced_without_another_graph():
     p, g = torch.randn(30), torch.randn(30)
-    update = Update(Momentum(), [p], [(torch.zeros(30),)], [0], RuntimeConfig())
+    update = Update(Momentum(), [p], [(torch.zeros(30),)], [0], SessionFactory())
     update.set_coefficients(0, Momentum.numbers(0.1, 0.9))
     update.run([g])
     other, before = torch.randn(30), p.clone()
@@ -174,7 +175,7 @@ def test_states_are_replaced_without_another_graph():
 
 def test_parameters_that_move_are_found():
     p, g = torch.nn.Parameter(torch.randn(10)), torch.randn(10)
-    update = Update(SGD(), [p], [()], [0], RuntimeConfig())
+    update = Update(SGD(), [p], [()], [0], SessionFactory())
     update.coefficients[0].fill_(1.0)
     p.data = torch.zeros(10)
     update.run([g])
@@ -185,7 +186,7 @@ def test_doubles_keep_their_precision():
     params, gradients = problem([(20, 30)], torch.float64)
     states = [(torch.zeros_like(params[0]), torch.zeros_like(params[0]))]
     exact, exact_states = params[0].clone(), tuple(s.clone() for s in states[0])
-    update = Update(Adam("before"), params, states, [0], RuntimeConfig())
+    update = Update(Adam("before"), params, states, [0], SessionFactory())
     update.coefficients[0].copy_(torch.tensor(numbers(Adam("before"), 0.1, 1, 0.1), dtype=torch.float64))
     update.run(gradients)
     reference(Adam("before"), exact, gradients[0], exact_states, 0.1, 1, 0.1)
@@ -195,9 +196,9 @@ def test_doubles_keep_their_precision():
 def test_shared_memory_is_refused():
     flat = torch.zeros(10)
     with pytest.raises(ValueError, match="two parameters share memory"):
-        Update(SGD(), [flat[:6], flat[5:]], [(), ()], [0, 0], RuntimeConfig())
+        Update(SGD(), [flat[:6], flat[5:]], [(), ()], [0, 0], SessionFactory())
     with pytest.raises(ValueError, match=r"parameters of torch\.float16"):
-        Update(SGD(), [flat.half()], [()], [0], RuntimeConfig())
+        Update(SGD(), [flat.half()], [()], [0], SessionFactory())
 
 
 def graph(text):
@@ -246,7 +247,7 @@ class ReadLater(SGD):
 def test_what_is_not_safe_goes_through_a_second_buffer():
     p, g, s = torch.randn(1000), torch.randn(1000), torch.zeros(1000)
     before = p.clone()
-    update = Update(ReadLater(), [p], [(s,)], [0], RuntimeConfig())
+    update = Update(ReadLater(), [p], [(s,)], [0], SessionFactory())
     update.coefficients[0].fill_(0.5)
     assert dict(zip([o.what for o in update._graph_outputs], update._in_place, strict=True)) == {
         "param": False,
@@ -259,13 +260,11 @@ def test_what_is_not_safe_goes_through_a_second_buffer():
 
 def test_the_graph_runs_as_it_was_checked():
     """Without graph optimization; an optimizer could take edges away on which the order relies."""
-    from lightning_ort.optim.update.update import _as_written
-
     level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    assert _as_written(RuntimeConfig()).make_session_options().graph_optimization_level == level
+    assert SessionFactory().as_written().session_options().graph_optimization_level == level
     own = onnxruntime.SessionOptions()
     own.intra_op_num_threads = 3
-    made = _as_written(RuntimeConfig(session_options=own)).make_session_options()
+    made = SessionFactory(RuntimeConfig(session_options=own)).as_written().session_options()
     assert made.graph_optimization_level == level and made.intra_op_num_threads == 3
 
 

@@ -12,11 +12,11 @@ import torch
 from modules import Regressor, curve
 from parity import fit, step_report
 
-from lightning_ort.compiler import plan
 from lightning_ort.errors import ProviderError
 from lightning_ort.runtime.config import RuntimeConfig
-from lightning_ort.runtime.providers import choose_providers, cuda
-from lightning_ort.runtime.session import OrtSession
+from lightning_ort.runtime.factory import SessionFactory
+from lightning_ort.runtime.providers import cuda, resolve
+from lightning_ort.runtime.providers.cpu import CPU as ON_CPU
 
 CUDA, CPU, TENSORRT = "CUDAExecutionProvider", "CPUExecutionProvider", "TensorrtExecutionProvider"
 WITHOUT_WAITING = "disable_synchronize_execution_providers"
@@ -141,7 +141,7 @@ class Machine:
 
     def run(self, index=0, config=None, **tensors):
         """``x - y`` in a session of its own; returns the session and what happened in the run."""
-        session = OrtSession(MODEL, config or RuntimeConfig(), torch.device("cuda", index), same_shapes=True)
+        session = SessionFactory(config, torch.device("cuda", index)).session(MODEL, same_shapes=True)
         inputs = [tensors.get("x", on_gpu([1.0, 2.0, 3.0], index)), tensors.get("y", on_gpu([3.0, 2.0, 2.0], index))]
         z = tensors.get("z", on_gpu([0.0, 0.0, 0.0], index))
         self.events.clear()
@@ -291,16 +291,16 @@ def test_precision_and_kernels_are_chosen_as_in_torch(machine, monkeypatch, how)
 @pytest.mark.usefixtures("machine")
 def test_options_of_the_user_stay():
     mine = {"use_tf32": "1", "gpu_mem_limit": "1000", "user_compute_stream": "77", "device_id": 0}
-    ((name, options),) = choose_providers(torch.device("cuda", 0), [CUDA], {CUDA: mine})
+    ((provider, options),) = resolve(torch.device("cuda", 0), [CUDA], {CUDA: mine})
 
-    assert name == CUDA
+    assert provider.name == CUDA
     assert {k: options[k] for k in mine} == {k: str(v) for k, v in mine.items()}
     assert options["arena_extend_strategy"] == "kSameAsRequested"
 
 
 @pytest.mark.usefixtures("machine")
 def test_the_present_device_is_taken_where_none_is_named():
-    ((_, options),) = choose_providers(torch.device("cuda"))
+    ((_, options),) = resolve(torch.device("cuda"))
 
     assert options["device_id"] == "1"
     assert options["user_compute_stream"] == str(0x1001)
@@ -308,7 +308,7 @@ def test_the_present_device_is_taken_where_none_is_named():
 
 @pytest.mark.usefixtures("machine")
 def test_tensorrt_queues_on_the_same_stream():
-    (_, first), (_, second) = choose_providers(torch.device("cuda", 0), [TENSORRT, CUDA])
+    (_, first), (_, second) = resolve(torch.device("cuda", 0), [TENSORRT, CUDA])
 
     assert first == {"device_id": "0", "user_compute_stream": str(0x1000)}
     assert second["user_compute_stream"] == first["user_compute_stream"]
@@ -324,7 +324,7 @@ def test_tensorrt_queues_on_the_same_stream():
 )
 def test_options_that_would_lead_astray_are_refused(options, message):
     with pytest.raises(ProviderError, match=message):
-        choose_providers(torch.device("cuda", 0), [CUDA], [options])
+        resolve(torch.device("cuda", 0), [CUDA], [options])
 
 
 def test_a_provider_that_does_not_start_is_named_with_what_is_known_of_it(machine, monkeypatch):
@@ -345,7 +345,7 @@ def test_a_provider_that_does_not_start_is_named_with_what_is_known_of_it(machin
 
 def test_sessions_of_the_cpu_have_no_part_in_this(machine):
     machine.starts = False
-    session = OrtSession(MODEL, RuntimeConfig(), torch.device("cpu"))
+    session = SessionFactory().session(MODEL)
     z = torch.zeros(3)
     session.run([torch.ones(3), torch.zeros(3)], [z])
 
@@ -355,12 +355,7 @@ def test_sessions_of_the_cpu_have_no_part_in_this(machine):
 
 
 def test_the_report_tells_what_the_cpu_executes(monkeypatch):
-    class OnBoth(OrtSession):
-        def __init__(self, *args, **options):
-            super().__init__(*args, **options)
-            self.on_cpu = ("Shape", "Gather", "Shape")
-
-    monkeypatch.setattr(plan, "OrtSession", OnBoth)
+    monkeypatch.setattr(type(ON_CPU), "on_cpu", lambda self, session: ("Shape", "Gather", "Shape"))
     run = fit(Regressor, curve, strategy="ort", max_steps=2)
 
     assert step_report(run.trainer, "training_step").on_cpu == {"Shape": 2, "Gather": 1}

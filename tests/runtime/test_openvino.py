@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_ort.compiler import ORTBackend
 from lightning_ort.runtime.config import RuntimeConfig
+from lightning_ort.runtime.factory import SessionFactory
 from lightning_ort.runtime.providers import openvino
 
 OPENVINO = "OpenVINOExecutionProvider"
@@ -26,8 +27,8 @@ def with_openvino(monkeypatch):
 @pytest.mark.usefixtures("with_openvino")
 def test_the_hint_is_given_and_the_users_settings_stay():
     def hints(*options):
-        found = RuntimeConfig([OPENVINO], list(options) or None).in_bfloat16()
-        return None if found is None else json.loads(found.provider_options[OPENVINO]["load_config"])["CPU"]
+        found = SessionFactory(RuntimeConfig([OPENVINO], list(options) or None)).in_bfloat16()
+        return None if found is None else json.loads(found.providers[OPENVINO]["load_config"])["CPU"]
 
     assert hints() == {"INFERENCE_PRECISION_HINT": "bf16"}
     assert hints({"device_type": "CPU", "load_config": '{"CPU": {"NUM_STREAMS": "1"}}'}) == {
@@ -35,16 +36,16 @@ def test_the_hint_is_given_and_the_users_settings_stay():
     }  # fmt: skip
     assert hints({"load_config": '{"CPU": {"INFERENCE_PRECISION_HINT": "f32"}}'}) == {"INFERENCE_PRECISION_HINT": "f32"}
     assert hints({"device_type": "GPU"}) is None
-    both = RuntimeConfig([OPENVINO, "CPUExecutionProvider"], {"CPUExecutionProvider": {"a": "1"}}).in_bfloat16()
-    assert both.provider_options["CPUExecutionProvider"] == {"a": "1"}
+    config = RuntimeConfig([OPENVINO, "CPUExecutionProvider"], {"CPUExecutionProvider": {"a": "1"}})
+    assert SessionFactory(config).in_bfloat16().providers["CPUExecutionProvider"] == {"a": "1"}
 
 
 @pytest.mark.usefixtures("with_openvino")
 def test_other_providers_and_processors_have_none(monkeypatch):
-    assert RuntimeConfig().in_bfloat16() is None
-    assert RuntimeConfig(["CPUExecutionProvider"]).in_bfloat16() is None
+    assert SessionFactory().in_bfloat16() is None
+    assert SessionFactory(RuntimeConfig(["CPUExecutionProvider", OPENVINO])).in_bfloat16() is None
     monkeypatch.setattr(openvino, "_cpu_has_bfloat16", lambda: False)
-    assert RuntimeConfig([OPENVINO]).in_bfloat16() is None
+    assert SessionFactory(RuntimeConfig([OPENVINO])).in_bfloat16() is None
 
 
 def test_torch_tells_what_the_processor_has():
@@ -78,7 +79,7 @@ def step_of(net, config, **options):
 
 def test_results_are_not_rounded_on_the_way(monkeypatch):
     """Such a provider is given the float32 graph, which gives float32's gradients elsewhere."""
-    monkeypatch.setattr(RuntimeConfig, "in_bfloat16", lambda self: self)
+    monkeypatch.setattr(SessionFactory, "in_bfloat16", lambda self: self)
     torch.manual_seed(0)
     net = Net()
     loss, logits, gradients, graphs, (x, y) = step_of(net, RuntimeConfig())

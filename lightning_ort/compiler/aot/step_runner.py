@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,9 +12,8 @@ from torch import Tensor
 
 from lightning_ort.compiler.aot.step_graph import StepGraph
 from lightning_ort.compiler.passes import with_training_kernels
-from lightning_ort.runtime.config import RuntimeConfig
-from lightning_ort.runtime.providers import has_training_kernels
-from lightning_ort.runtime.session import OrtSession
+from lightning_ort.runtime.factory import SessionFactory
+from lightning_ort.runtime.providers.cpu import has_training_kernels
 from lightning_ort.runtime.tensors import NUMPY, ONNX
 
 __all__ = ["StepRunner"]
@@ -36,7 +34,7 @@ class StepRunner:
         graph: what is computed.
         tensors: parameters and buffers by name; they are read where they are, at each run.
         gradients: where gradients are written, by parameter; all parameters in ``graph.gradients``.
-        config: how the session is made.
+        sessions: makes the one session, on the CPU.
 
     Raises:
         ValueError: ONNX Runtime does not accept the graph.
@@ -50,18 +48,18 @@ class StepRunner:
         graph: StepGraph,
         tensors: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor],
-        config: RuntimeConfig,
+        sessions: SessionFactory,
     ) -> None:
         self.graph, self._tensors = graph, tensors
         values = graph.model.graph
         double = any(t.dtype == torch.float64 for t in tensors.values())
         small = sum(t.numel() for t in tensors.values()) < _QUICK
-        if small and config.session_options is None:
+        if small and sessions.config.session_options is None:
             # one allocation for all activations takes an eighth off the run of a small network
-            config = dataclasses.replace(config, session_options={"enable_mem_pattern": True})
+            sessions = sessions.with_options(enable_mem_pattern=True)
         model = with_training_kernels(graph.model) if has_training_kernels() else graph.model
         serialized = ir.to_proto(model).SerializeToString()
-        self._session = OrtSession(serialized, config, torch.device("cpu"), double=double, small=small)
+        self._session = sessions.session(serialized, double=double, small=small)
         self.session = self._session.inner
         self._infos = {i.name: i for i in graph.inputs}
         self._order = [str(v.name) for v in values.inputs]

@@ -14,7 +14,7 @@ from lightning_ort.compiler.mixed_precision import CONVOLUTIONS, PRODUCTS, Widen
 from lightning_ort.compiler.plan import Plan
 from lightning_ort.compiler.random import drawer
 from lightning_ort.compiler.trace import Traced
-from lightning_ort.runtime.config import RuntimeConfig
+from lightning_ort.runtime.factory import SessionFactory
 
 __all__ = ["ORTExecutable"]
 
@@ -24,8 +24,7 @@ class ORTExecutable(Executable):
 
     Args:
         traced: a decomposed graph; its 16-bit operators are rewritten.
-        config: how sessions are made.
-        device: what computes; tensors live there or on the CPU.
+        sessions: makes them, for the device that computes; tensors live there or on the CPU.
         extra: further nodes to give out.
 
     Raises:
@@ -34,26 +33,23 @@ class ORTExecutable(Executable):
 
     executor = "onnxruntime"
 
-    def __init__(
-        self, traced: Traced, config: RuntimeConfig, device: torch.device, extra: Sequence[fx.Node] = ()
-    ) -> None:
+    def __init__(self, traced: Traced, sessions: SessionFactory, extra: Sequence[fx.Node] = ()) -> None:
         self.half = half_types(traced.graph)
-        native = config.in_bfloat16() if self.half == {torch.bfloat16} else None
-        on_gpu = device.type == "cuda"
-        kept = _in_16_bits(config) if on_gpu else frozenset()
-        widening = Widening(traced, rounded=native is None, kept=kept)
+        native = sessions.in_bfloat16() if self.half == {torch.bfloat16} else None
+        widening = Widening(traced, rounded=native is None, kept=_in_16_bits(sessions))
         # what a GPU computes in float32 besides products costs it the memory it reads, and no more
-        self.widened, config = (0 if on_gpu else widening.count, config) if native is None else (0, native)
-        self._config, self._device = config, device
+        free = native is not None or sessions.provider.in_16_bits
+        self.widened = 0 if free else widening.count
+        self._sessions = sessions if native is None else native
         super().__init__(traced, [widening.result(n) for n in extra])
 
     def _compile(self, traced: Traced, results: Results) -> None:
-        others, own, sizes, device = results.others, results.own, results.sizes, self._device
+        others, own, sizes, device = results.others, results.own, results.sizes, self._sessions.device
         # who watches the sessions tells results by their addresses
-        self._kept = {} if self._config.on_session is not None else kept_buffers(others, device)
+        self._kept = {} if self._sessions.is_watched else kept_buffers(others, device)
         self._allocate = allocator([n for i, n in enumerate(others) if i not in self._kept], sizes, device)
         self._allocate_gradients = pooled_allocator(own, device) or allocator(own, sizes, device)
-        self.plan = Plan(traced.module, results.inputs, results.all, self._config, device)
+        self.plan = Plan(traced.module, results.inputs, results.all, self._sessions)
         self._draw = drawer(traced.draws, sizes, device)
         self.fallbacks, self.preferred, self.on_cpu = self.plan.fallbacks, self.plan.preferred, self.plan.on_cpu
 
@@ -69,6 +65,8 @@ class ORTExecutable(Executable):
         return results
 
 
-def _in_16_bits(config: RuntimeConfig) -> frozenset[Any]:
-    """What is computed in 16 bits on a GPU, by ONNX Runtime or (convolutions that it has no kernels for) by torch."""
-    return PRODUCTS | CONVOLUTIONS if config.placement == "fastest" else PRODUCTS
+def _in_16_bits(sessions: SessionFactory) -> frozenset[Any]:
+    """What is computed in 16 bits, by ONNX Runtime or (convolutions that it has no kernels for) by torch."""
+    if not sessions.provider.in_16_bits:
+        return frozenset()
+    return PRODUCTS | CONVOLUTIONS if sessions.placement == "fastest" else PRODUCTS

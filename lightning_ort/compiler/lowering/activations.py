@@ -13,7 +13,7 @@ from lightning_ort.compiler.lowering.elementwise import clamp, operands
 from lightning_ort.compiler.lowering.finite import is_finite
 from lightning_ort.compiler.lowering.registry import lowers
 from lightning_ort.compiler.lowering.shapes import is_empty
-from lightning_ort.runtime.providers import has_vector_where
+from lightning_ort.runtime.providers.cpu import has_vector_where
 
 aten = torch.ops.aten
 

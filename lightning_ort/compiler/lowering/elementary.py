@@ -13,7 +13,7 @@ from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of
 from lightning_ort.compiler.lowering.comparisons import sign_is_negative
 from lightning_ort.compiler.lowering.elementwise import exponential, operands, square_root
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
-from lightning_ort.runtime.providers import gives
+from lightning_ort.runtime.providers.cpu import gives
 
 aten = torch.ops.aten
 

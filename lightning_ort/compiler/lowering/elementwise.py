@@ -14,7 +14,7 @@ from torch import fx
 from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, shape_of
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
 from lightning_ort.compiler.lowering.shapes import is_empty, same_shape
-from lightning_ort.runtime.providers import gives
+from lightning_ort.runtime.providers.cpu import gives
 
 aten = torch.ops.aten
 

@@ -18,7 +18,7 @@ from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, rank
 from lightning_ort.compiler.lowering.finite import is_finite
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
 from lightning_ort.compiler.lowering.windows import image_sizes, spread
-from lightning_ort.runtime.providers import has_vector_where
+from lightning_ort.runtime.providers.cpu import has_vector_where
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ from lightning_ort.compiler.rounding import RoundingNoise
 from lightning_ort.ondevice.formats import Artifacts
 from lightning_ort.ondevice.generation.objectives import ModuleForward
 from lightning_ort.ondevice.generation.sources import Source
-from lightning_ort.runtime.config import RuntimeConfig
+from lightning_ort.runtime.factory import SessionFactory
 from lightning_ort.verification import Results, compare
 
 __all__ = ["check_artifacts"]
@@ -44,7 +44,9 @@ def _check(graph: StepGraph, artifacts: Artifacts, forward: ModuleForward, examp
     state = artifacts.state
     tensors = {n: t.clone() for n, t in state.tensors.items()}
     gradients = {n: torch.empty_like(tensors[n]) for n in graph.gradients}
-    found = StepRunner(graph, tensors, gradients, RuntimeConfig())([example[i.name].contiguous() for i in graph.inputs])
+    found = StepRunner(graph, tensors, gradients, SessionFactory())(
+        [example[i.name].contiguous() for i in graph.inputs]
+    )
     numbers = {name: i for i, name in enumerate([*forward.parameters, *forward.buffers])}
     got = Results(
         dict(enumerate(found)),

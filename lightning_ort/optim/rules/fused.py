@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_ort.optim.rules.adam import Adam
 from lightning_ort.optim.rules.rule import Rule
-from lightning_ort.runtime.config import RuntimeConfig
+from lightning_ort.runtime.config import Placement
 
 __all__ = ["FusedAdam"]
 
@@ -49,10 +49,10 @@ class FusedAdam:
         self._numbers: list[Sequence[float]] = [()] * len(self._members)
 
     @staticmethod
-    def can_do(rule: Rule, params: Sequence[Tensor], config: RuntimeConfig) -> bool:
+    def can_do(rule: Rule, params: Sequence[Tensor], placement: Placement) -> bool:
         """Whether there is such a kernel for these parameters, and the user lets torch do what it does faster."""
         return (
-            config.placement != "onnxruntime"
+            placement != "onnxruntime"
             and isinstance(rule, Adam)
             and rule.decay != "after"
             and not rule.amsgrad

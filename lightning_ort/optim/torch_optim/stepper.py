@@ -20,6 +20,7 @@ from lightning_ort.optim.torch_optim.first_update import FirstUpdate
 from lightning_ort.optim.torch_optim.members import InTorch, Member, Members
 from lightning_ort.optim.update import Update
 from lightning_ort.runtime.config import RuntimeConfig
+from lightning_ort.runtime.factory import SessionFactory
 
 __all__ = ["OptimizerStepper", "why_not"]
 
@@ -81,6 +82,7 @@ class OptimizerStepper:
         self._optimizer, self._config, self._verify = optimizer, config, verify
         self._family = FAMILIES[known_class(optimizer)]  # type: ignore[index]
         self._members = Members(optimizer, self._family)
+        self._sessions: SessionFactory | None = None
         self._plans: dict[Any, _Plan] = {}
         self._last: dict[Rule, _Plan] = {}
         self.graphs, self.compile_seconds = 0, 0.0
@@ -182,6 +184,11 @@ class OptimizerStepper:
             return 1.0
         return float(member.counters[1] * self._family.factor(group, key.counters[0] + 1))
 
+    def _sessions_on(self, device: torch.device) -> SessionFactory:
+        if self._sessions is None or self._sessions.device != device:
+            self._sessions = SessionFactory(self._config, device)
+        return self._sessions
+
     def _plan(self, rule: Rule, members: list[Member], numbers: list[int], clip: bool) -> _Plan:
         """The update graph of ``members`` whose classes have these numbers."""
         if len({m.param.device for m in members}) > 1:
@@ -200,7 +207,7 @@ class OptimizerStepper:
             started = time.perf_counter()
             params, states = [m.param for m in members], [m.states for m in members]
             try:
-                update = Update(rule, params, states, numbers, self._config, clip=clip)
+                update = Update(rule, params, states, numbers, self._sessions_on(params[0].device), clip=clip)
             except ValueError as error:
                 raise InTorch(str(error)) from error
             plan = self._plans[key] = _Plan(update, members, numbers, clip)

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from lightning_ort.optim.rules.rule import Rule
 from lightning_ort.optim.update.graph import CHUNK_ON_GPU, Part, Slot, UpdateGraph, pieces_of
-from lightning_ort.runtime.config import RuntimeConfig
-from lightning_ort.runtime.session import OrtSession
+from lightning_ort.runtime.factory import SessionFactory
 
 __all__ = ["Spans", "Update", "flat", "may_overwrite", "memory_order", "reads_last"]
 
@@ -30,7 +29,7 @@ class Update:
         params: dense tensors of float32 or float64, without common elements.
         states: per parameter the tensors that the rule names, of its shape.
         groups: per parameter the number of its group; a group has one element type and one set of coefficients.
-        config: how sessions are made; the optimization level is not taken from it.
+        sessions: makes the one session, on the device of the parameters; the optimization level is not taken from it.
         clip: clip by the norm of all gradients.
         guard: change nothing if a gradient is not finite.
 
@@ -49,7 +48,7 @@ class Update:
         params: Sequence[Tensor],
         states: Sequence[Sequence[Tensor]],
         groups: Sequence[int],
-        config: RuntimeConfig,
+        sessions: SessionFactory,
         *,
         clip: bool = False,
         guard: bool = False,
@@ -75,10 +74,9 @@ class Update:
             for slot, value in zip(graph.outputs, graph.model.graph.outputs, strict=True)
         ]
         size = sum(p.numel() for p in params)
-        self._session = OrtSession(
+        # the order of reads and writes relies on edges that graph optimization may take away
+        self._session = sessions.as_written().session(
             ir.to_proto(graph.model).SerializeToString(),
-            _as_written(config),
-            self._device,
             double=torch.float64 in ordered,
             small=size < _THREADED,
         )
@@ -251,17 +249,6 @@ def _check(params: Sequence[Tensor]) -> None:
             "two parameters share memory without being the same parameter, so each would be updated twice. Make them "
             "one nn.Parameter, or give each its own tensor."
         )
-
-
-def _as_written(config: RuntimeConfig) -> RuntimeConfig:
-    """``config`` without graph optimization, on which the order of reads and writes relies."""
-    import onnxruntime
-
-    level = {"graph_optimization_level": onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL}
-    options = config.session_options
-    if isinstance(options, onnxruntime.SessionOptions):
-        options = {"intra_op_num_threads": options.intra_op_num_threads}
-    return RuntimeConfig(config.providers, config.provider_options, {**(options or {}), **level})
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...] | None:

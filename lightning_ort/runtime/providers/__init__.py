@@ -1,33 +1,56 @@
-"""Which execution providers a session shall have."""
+"""Which execution providers a session shall have. One file per provider; nothing outside of here names one."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import onnx
 import onnxruntime
 import torch
-from onnx import TensorProto, helper
 
 from lightning_ort.errors import ProviderError
-from lightning_ort.runtime.providers.cuda import CUDA, default_options
+from lightning_ort.runtime.providers.cpu import CPU
+from lightning_ort.runtime.providers.cuda import CUDA
+from lightning_ort.runtime.providers.openvino import OPENVINO
+from lightning_ort.runtime.providers.provider import Provider
+from lightning_ort.runtime.providers.tensorrt import TENSORRT, TENSORRT_RTX
 from lightning_ort.validation import is_number, shown
 
-__all__ = ["check_available", "choose_providers", "gives", "has_training_kernels", "has_vector_where"]
+__all__ = ["check_available", "native_to", "provider_named", "reachable_device_type", "resolve"]
 
-_FOR_DEVICE = {"cpu": "CPUExecutionProvider", "cuda": CUDA}
-# they queue on streams too, which are to be the same
-_BESIDE_CUDA = {"TensorrtExecutionProvider", "NvTensorRTRTXExecutionProvider"}
+_PROVIDERS = {provider.name: provider for provider in (CPU, CUDA, TENSORRT, TENSORRT_RTX, OPENVINO)}
+_NATIVE: dict[str, Provider] = {"cpu": CPU, "cuda": CUDA}
+"""by the type of the torch devices that belong to it"""
 
 
-def choose_providers(
+def provider_named(name: str) -> Provider:
+    """What is known of the provider ``name``, which may be nothing."""
+    return _PROVIDERS.get(name) or Provider(name)
+
+
+def native_to(device: torch.device) -> Provider:
+    """The provider that belongs to ``device``.
+
+    Raises:
+        ProviderError: there is none.
+    """
+    if device.type not in _NATIVE:
+        raise ProviderError(
+            f"ONNX Runtime cannot reach tensors on device {str(device)!r}. Use accelerator='cpu' or 'cuda'."
+        )
+    return _NATIVE[device.type]
+
+
+def reachable_device_type() -> str:
+    """The type of device that torch and ONNX Runtime both reach here: ``"cuda"``, else ``"cpu"``."""
+    return next(kind for kind, provider in reversed(_NATIVE.items()) if not provider.why_missing())
+
+
+def resolve(
     device: torch.device,
     providers: Sequence[str] | None = None,
     provider_options: Sequence[Mapping[str, Any]] | Mapping[str, Mapping[str, Any]] | None = None,
-) -> list[tuple[str, dict[str, str]]]:
+) -> list[tuple[Provider, dict[str, str]]]:
     """Providers with their options, in order of preference, for tensors that live on ``device``.
 
     Args:
@@ -38,23 +61,21 @@ def choose_providers(
     Raises:
         ProviderError: this ONNX Runtime lacks one of them, there is none for the device, or the options do not match.
     """
-    if device.type not in _FOR_DEVICE:
+    native = native_to(device)
+    names = [native.name] if providers is None else list(providers)
+    given = check_available(names, provider_options)
+    if native is not CPU and native.name not in names:
         raise ProviderError(
-            f"ONNX Runtime cannot reach tensors on device {str(device)!r}. Use accelerator='cpu' or 'cuda'."
+            f"providers={names!r} cannot reach tensors on {str(device)!r}; {native.name} must be among them."
         )
-    native = _FOR_DEVICE[device.type]
-    names = [native] if providers is None else list(providers)
-    options = check_available(names, provider_options)
-    if device.type == "cuda" and native not in names:
-        raise ProviderError(
-            f"providers={names!r} cannot reach tensors on {str(device)!r}; {native} must be among them."
-        )
-    if device.type == "cuda":
-        options[native] = default_options(device, options[native])
-        for name in _BESIDE_CUDA & options.keys():
-            for key in ("device_id", "user_compute_stream"):
-                options[name].setdefault(key, options[native][key])
-    return [(name, options[name]) for name in names]
+    own = native.options(device, given.get(native.name, {}), {})
+    chosen = []
+    for provider in map(provider_named, names):
+        options = own if provider is native else given[provider.name]
+        if provider is not native and provider.device_type == device.type:
+            options = provider.options(device, options, own)
+        chosen.append((provider, options))
+    return chosen
 
 
 def check_available(
@@ -131,48 +152,3 @@ def _as_strings(provider: str, given: Any) -> dict[str, str]:
                 f"provider_options of {provider} have {key!r}: {shown(value)}; expected a string or a finite number."
             )
     return {key: str(value) for key, value in given.items()}
-
-
-@functools.cache
-def has_vector_where() -> bool:
-    """Whether the CPU kernel of ``Where`` takes several elements at a time.
-
-    Of 100,000 numbers of random sign, ONNX Runtime 1.19 and 1.20 choose in 380 µs, 1.22 to 1.31 in 60, as long as a
-    comparison and a product take them.
-    """
-    return tuple(int(n) for n in onnxruntime.__version__.split(".")[:2]) >= (1, 22)
-
-
-@functools.cache
-def gives(op_type: str, number: float, expected: float, *, double: bool = False) -> bool:
-    """Whether the kernel of an operator of one argument makes ``expected`` of ``number``, in float32 or in float64.
-
-    ONNX Runtime 1.19 makes NaN of the root of infinity, 1 of the error function of NaN, and a little more than 0 of the
-    exponential of -inf in float64.
-    """
-    dtype, element = (np.float64, TensorProto.DOUBLE) if double else (np.float32, TensorProto.FLOAT)
-    x, y = (helper.make_tensor_value_info(name, element, [16]) for name in ("x", "y"))
-    session = _session(helper.make_node(op_type, ["x"], ["y"]), [x], y)
-    (result,) = session.run(None, {"x": np.full(16, number, dtype)})
-    return bool(np.array_equal(result, np.full(16, expected, dtype), equal_nan=True))
-
-
-@functools.cache
-def has_training_kernels() -> bool:
-    """Whether this build has the operators of gradients (``onnxruntime-training``), which stock builds lack."""
-    y, dy, dx = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in ("y", "dy", "dx"))
-    node = helper.make_node("ReluGrad", ["dy", "y"], ["dx"], domain="com.microsoft")
-    try:
-        _session(node, [dy, y], dx)
-    except Exception:  # its errors have no common class; each of them means no
-        return False
-    return True
-
-
-def _session(node: onnx.NodeProto, inputs: list[onnx.ValueInfoProto], output: onnx.ValueInfoProto) -> Any:
-    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
-    model = helper.make_model(helper.make_graph([node], "probe", inputs, [output]), opset_imports=opsets, ir_version=10)
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = 1
-    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

@@ -1,0 +1,104 @@
+"""What is resolved once and handed on, and which provider counts."""
+
+from __future__ import annotations
+
+import onnx.parser
+import onnxruntime
+import pytest
+import torch
+from modules import Regressor, curve
+from parity import fit
+
+from lightning_ort.errors import ProviderError
+from lightning_ort.runtime import factory
+from lightning_ort.runtime.config import RuntimeConfig
+from lightning_ort.runtime.factory import SessionFactory
+from lightning_ort.runtime.providers import provider_named, reachable_device_type
+
+CPU, CUDA, OTHER = "CPUExecutionProvider", "CUDAExecutionProvider", "XnnpackExecutionProvider"
+MODEL = onnx.parser.parse_model(
+    """<ir_version: 8, opset_import: ["" : 20]>
+    agraph (float[3] x) => (float[3] y) { y = Neg(x) }"""
+).SerializeToString()
+
+
+@pytest.fixture
+def resolved(monkeypatch):
+    """What providers are looked up for."""
+    calls, real = [], factory.resolve
+    monkeypatch.setattr(factory, "resolve", lambda device, *rest: (calls.append(device), real(device, *rest))[1])
+    return calls
+
+
+def test_sessions_of_one_factory_resolve_nothing_anew(resolved):
+    sessions = SessionFactory()
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        made = [sessions.session(MODEL) for _ in range(3)] + [sessions.as_written().session(MODEL)]
+    finally:
+        torch.set_num_threads(threads)
+    assert len(resolved) == 1
+    assert {s.inner.get_session_options().intra_op_num_threads for s in made} == {threads}
+    assert sessions.session(MODEL, small=True).inner.get_session_options().intra_op_num_threads == 1
+
+
+def test_a_training_resolves_them_once_for_each_region_and_no_more_however_long_it_is(resolved):
+    fit(Regressor, curve, strategy="ort", max_steps=2)
+    short = len(resolved)
+    resolved.clear()
+    fit(Regressor, curve, strategy="ort", max_steps=6)
+    assert len(resolved) == short <= 2
+
+
+def test_options_on_top_leave_those_of_the_user():
+    seen = []
+    config = RuntimeConfig(session_options={"log_severity_level": 4}, on_session=lambda *made: seen.append(made))
+    sessions = SessionFactory(config)
+    written = sessions.as_written()
+    level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    assert written.session_options().graph_optimization_level == level
+    assert written.session_options(small=True).graph_optimization_level == level
+    assert written.session_options().log_severity_level == 4
+    assert sessions.session_options().graph_optimization_level != level
+    written.session(MODEL)
+    assert not seen and sessions.is_watched and not written.is_watched
+    session = sessions.session(MODEL)
+    assert seen == [(session, MODEL)]
+
+
+def test_options_object_of_the_user_is_taken_as_it_is():
+    own = onnxruntime.SessionOptions()
+    sessions = SessionFactory(RuntimeConfig(session_options=own))
+    assert sessions.session_options() is own and sessions.session_options(small=True) is own
+
+
+@pytest.mark.parametrize(
+    ("providers", "name", "known"),
+    [
+        (None, CPU, True),
+        ([CPU, OTHER], CPU, True),
+        ([OTHER, CPU], OTHER, False),
+        ([CUDA, CPU], CUDA, False),  # on copies of tensors of the CPU
+    ],
+)
+def test_the_first_provider_decides_where_operators_are_placed(monkeypatch, providers, name, known):
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [CUDA, OTHER, CPU])
+    provider = SessionFactory(RuntimeConfig(providers)).provider
+    assert provider.name == name
+    assert (provider is provider_named(name)) is known
+    assert (provider.large_convolution < float("inf")) is known
+    assert not provider.in_16_bits and provider.has_convolution_gradients
+
+
+def test_a_device_without_a_provider_is_refused():
+    with pytest.raises(ProviderError, match=r"cannot reach tensors on device 'meta'.*accelerator='cpu' or 'cuda'"):
+        SessionFactory(device=torch.device("meta"))
+
+
+@pytest.mark.parametrize("built", [True, False])
+@pytest.mark.parametrize("seen", [True, False])
+def test_the_device_that_both_reach(monkeypatch, built, seen):
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [CUDA, CPU] if built else [CPU])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: seen)
+    assert reachable_device_type() == ("cuda" if built and seen else "cpu")
