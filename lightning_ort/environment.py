@@ -19,6 +19,7 @@ __all__ = [
     "OnnxRuntimeImportError",
     "OnnxRuntimeNotFoundError",
     "OnnxRuntimeTooOldError",
+    "has_cpp_compiler",
     "require_onnxruntime",
 ]
 
@@ -210,3 +211,16 @@ def _folder(origin: str) -> Path:
 def _release(version: str) -> tuple[int, ...]:
     """The part of a version that metadata and module share: builds differ in what they append to it."""
     return Version(version).release[:3]
+
+
+@functools.cache
+def has_cpp_compiler() -> bool:
+    """Whether there is a C++ compiler that inductor can use."""
+    # it has no public name; imported late because it takes a second
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return bool(get_cpp_compiler())
+    except (InvalidCxxCompiler, RuntimeError, OSError):
+        return False

@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch._dynamo
 
+# what runs where shall follow from the graph alone; tests of measuring switch it on
+os.environ.setdefault("LIGHTNING_ORT_MEASURE", "0")
 # two threads, or one each where pytest-xdist runs a test on each core
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 

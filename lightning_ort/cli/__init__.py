@@ -25,7 +25,7 @@ def __getattr__(name: str) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """``lightning-ort fit|validate|test|predict|examine|doctor ...``.
+    """``lightning-ort fit|validate|test|predict|examine|doctor|cache ...``.
 
     Args:
         arguments: of the command; by default those of the process.
@@ -39,6 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from lightning_ort.cli.doctor import doctor
 
         return doctor(given[1:])
+    if given[:1] == ["cache"]:
+        from lightning_ort.cli.cache import cache
+
+        return cache(given[1:])
     if given == ["--version"]:
         print(__version__)
         return 0

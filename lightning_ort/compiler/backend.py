@@ -40,7 +40,7 @@ class ORTBackend:
             :class:`~lightning_ort.errors.UnsupportedError` instead, when the step is called.
         verify: check the first run of each graph against torch.
         scaling: the scale of the losses of graphs that compute gradients, against underflow in 16 bits.
-        on_graph: called with each executable graph after it was compiled.
+        on_graph: called with each executable graph that is taken into use.
         on_fallback: called with the operators of one region that run in torch.
     """
 
@@ -77,7 +77,8 @@ class ORTBackend:
                 SessionFactory(self.config, device),
                 scaling=self.scaling,
                 verify=self.verify,
-                on_compiled=self._compiled,
+                on_compiled=self._check,
+                on_chosen=self._report,
             )
             return Located(graph, region, device)
         except Untraceable as reason:
@@ -92,10 +93,14 @@ class ORTBackend:
             # Dynamo would wrap it in an exception of its own; raised at the call it keeps its type
             return _raising(error)
 
-    def _compiled(self, executable: Executable) -> None:
+    def _report(self, executable: Executable) -> None:
         if executable.fallbacks:
             self._fallback(executable.fallbacks)
         self.on_graph(executable)
+
+    def _check(self, executable: Executable) -> None:
+        if self.on_unsupported == "error" and executable.fallbacks:
+            self._fallback(executable.fallbacks)
 
     def _fallback(self, fallbacks: Sequence[Fallback]) -> None:
         if self.on_unsupported == "error":

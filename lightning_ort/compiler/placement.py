@@ -227,7 +227,7 @@ def better_in_torch(graph: fx.Graph, sessions: SessionFactory) -> set[fx.Node]:
     computes in blocked layouts, and ONNX Runtime has kernels like that for constant weights only. On a GPU they are
     the gradients of still larger ones, for which torch has those of cuDNN.
     """
-    if sessions.placement != "fastest":
+    if not sessions.config.by_speed:
         return set()
     ranked = {n for n in graph.nodes if n.target in _RANKED and _chooses_among_equals(n)}
     anyway = ranked | {n for n in graph.nodes if is_of_nothing(n)}

@@ -2,60 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
+import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import TracingContext, tracing
 
 from lightning_ort.compiler.autograd import LossStep, PairStep
-from lightning_ort.compiler.eager_graph import EagerGraph
+from lightning_ort.compiler.compilation import Compilation, Pair
+from lightning_ort.compiler.contest import MEMORY, Choice, Contest, Key, measures
 from lightning_ort.compiler.executors.executable import Executable
-from lightning_ort.compiler.executors.onnxruntime import ORTExecutable
-from lightning_ort.compiler.executors.torch import TorchExecutable
 from lightning_ort.compiler.first_run import FirstRun, Incoming
 from lightning_ort.compiler.global_state import Surroundings, drawing_as_traced
-from lightning_ort.compiler.kept import Keeping, Kept, before_write
+from lightning_ort.compiler.kept import Kept, before_write
 from lightning_ort.compiler.loss_scale import LossScaling
 from lightning_ort.compiler.outputs import OutputLayout, overlap
-from lightning_ort.compiler.partition import split
-from lightning_ort.compiler.reference import ForkedRNG
-from lightning_ort.compiler.trace import Derivative, Traced, Untraceable, fake_inputs, trace
+from lightning_ort.compiler.reference import ForkedRNG, evaluate
+from lightning_ort.compiler.trace import Derivative, Untraceable, fake_inputs
 from lightning_ort.runtime.factory import SessionFactory
 
-__all__ = ["Pair", "Region"]
-
-
-@dataclasses.dataclass
-class Pair:
-    """Forward and backward as two graphs, for gradients that arrive at several outputs."""
-
-    forward: Executable
-    backward: Executable
-    kept: list[int | None]
-    """inputs of ``backward``: number of a region input, or ``None`` for the next of ``forward.extra``"""
-    copied: frozenset[int]
-    """region inputs that are kept as copies, because eager keeps no reference to them"""
-    own: list[tuple[int, bool]]
-    """per entry of ``forward.extra``, its position and whether it is kept as a copy of an output"""
-    verified: bool = False
-    general: bool = False
-    """gradients were seen at more than a scalar loss"""
-
-    def saved(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What the backward graph reads of the results of the forward graph."""
-        return [results[p].clone() if own else results[p] for p, own in self.own]
-
-    def inputs(
-        self, args: Sequence[Any], saved: Sequence[torch.Tensor], copies: Mapping[int, torch.Tensor] | None = None
-    ) -> list[Any]:
-        """Inputs of the backward graph, from those of the region, ``copies`` of some, and what was computed."""
-        computed, own = iter(saved), self.copied if copies else ()
-        return [next(computed) if i is None else copies[i] if copies and i in own else args[i] for i in self.kept]
+__all__ = ["Region"]
 
 
 class Region:
@@ -67,7 +36,8 @@ class Region:
         sessions: makes them, for the device that computes; tensors live there or on the CPU.
         scaling: the scale of losses, if they are scaled.
         verify: check the first run of each graph against torch.
-        on_compiled: called with each :class:`Executable` after it was compiled.
+        on_compiled: called with each :class:`Executable` after it was compiled; what it raises, the region raises.
+        on_chosen: called with each that is taken into use.
 
     Raises:
         Untraceable: the graph has no functional form.
@@ -89,17 +59,15 @@ class Region:
         *,
         scaling: LossScaling | None = None,
         verify: bool,
-        on_compiled: Callable[[Executable], None],
+        on_compiled: Callable[[Executable], None] = lambda executable: None,
+        on_chosen: Callable[[Executable], None] = lambda executable: None,
     ) -> None:
         self.graph, self.device, self.scaling = graph, sessions.device, scaling
-        self._sessions, self._verify, self._on_compiled = sessions, verify, on_compiled
-        self._in_torch = sessions.placement == "torch"
+        self._sessions, self._verify, self._on_chosen = sessions, verify, on_chosen
         self._fakes = fake_inputs(graph, example_inputs)
         self._surroundings = Surroundings.present()
-        self._context = TracingContext.get()
         self._layout = OutputLayout(graph)
         self.wanted = [i for i, x in enumerate(self._fakes) if isinstance(x, torch.Tensor) and x.requires_grad]
-        self._keeping: Keeping | None = None
         # of those in wanted: autograd visits what made an input, even without a gradient for it, and eager may not
         self._edges: list[int | None] = []
         self._changed: list[int] = []
@@ -108,13 +76,25 @@ class Region:
         self._pair: Pair | None = None
         self._plain: Executable | None = None
         self.first_run = FirstRun(graph, self.wanted, self.device, self._surroundings)
+        self._compilation = Compilation(
+            graph,
+            self._fakes,
+            self._layout,
+            sessions,
+            self._surroundings,
+            name=self.first_run.input_name,
+            scaled=scaling is not None,
+            verify=verify,
+            on_compiled=on_compiled,
+        )
+        self._contest: Contest | None = None
+        self._choice: Choice | None = None
         self._quiet = _uncounted(graph)
         differentiable = self._layout.differentiable
         if differentiable and not (self.wanted and torch.is_grad_enabled()):
             raise Untraceable("it makes a tensor that requires a gradient, or switches gradients on")
         if not differentiable:
-            self._plain = self._compile(Derivative.NONE, ())
-            self._arranged_as(self._plain)
+            self._begin(Derivative.NONE, ())
             return
         scalars = [i for i in differentiable if self._layout.values[i].numel() == 1]
         if len(scalars) == 1:
@@ -124,66 +104,90 @@ class Region:
 
     # -- compilation ----------------------------------------------------------------------------------------------
 
-    def _compile(self, derivative: Derivative, differentiated: Sequence[int]) -> Executable:
-        with self._tracing():
-            executable = self._executable(self._trace(derivative, differentiated))
-        self._on_compiled(executable)
-        return executable
-
-    def _executable(self, traced: Traced, extra: Sequence[fx.Node] = ()) -> Executable:
-        if self._in_torch:
-            return TorchExecutable(traced, self.device, extra)
-        return ORTExecutable(traced, self._sessions, extra)
-
     def use_loss(self, output: int) -> None:
         """From now on, compute the gradients of the scalar ``output`` together with the outputs."""
         self.loss_output = output
-        self._loss = self._compile(Derivative.LOSS, [output])
-        self._arranged_as(self._loss)
+        self._begin(Derivative.LOSS, [output])
 
     def use_pair(self) -> None:
         """From now on, compute gradients when they arrive, in a graph of their own."""
+        general = self._loss is not None
         if self._pair is None:
-            with self._tracing():
-                joint = self._trace(Derivative.TANGENTS, self._layout.differentiable)
-                assert self._keeping is not None
-                partition = split(joint, self._keeping.eager)
-                forward = self._executable(partition.forward, partition.saved)
-                backward = self._executable(partition.backward)
-            self._on_compiled(forward)
-            self._on_compiled(backward)
-            own = [(p, n in partition.own) for p, n in zip(forward.extra, partition.saved, strict=True)]
-            self._pair = Pair(forward, backward, partition.kept, partition.copied, own, verified=not self._verify)
-        self._pair.general |= self._loss is not None
+            self._begin(Derivative.TANGENTS, self._layout.differentiable)
+        else:
+            self._take(self._pair)
+        assert self._pair is not None
+        self._pair.general |= general
+
+    def _begin(self, derivative: Derivative, differentiated: Sequence[int]) -> None:
+        """Compile for the one executor there is or the one known to be the fastest, or begin to compare."""
+        make = functools.partial(self._compilation.make, derivative=derivative, differentiated=differentiated)
+        self._contest = None
+        if not measures(self._sessions.config, self.device):
+            placement = self._sessions.placement
+            self._choose(make(placement if placement in ("torch", "inductor") else "onnxruntime"))
+            return
+        kind = f"{derivative.value} {list(differentiated)} {self.scaling is not None}"
+        key = Key.of(self.graph, self._fakes, kind, self._surroundings, self._sessions.config)
+        known = MEMORY.get(key)
+        if self._choice is not None:  # the region in another form
+            self._choose(make(self._choice.executor))
+        elif known is not None:
+            self._choose(make(known.executor), known)
+        else:
+            self._take(make("onnxruntime"))
+            names = ("torch", "inductor") if self._sessions.placement == "fastest+inductor" else ("torch",)
+            self._contest = Contest(key, {name: functools.partial(make, name) for name in names})
+
+    def _choose(self, unit: Executable | Pair, choice: Choice | None = None, seconds: float = 0.0) -> None:
+        """Take into use for good."""
+        self._take(unit)
+        self._choice = choice or self._choice
+        first, *others = [unit.forward, unit.backward] if isinstance(unit, Pair) else [unit]
+        first.milliseconds, first.choosing_seconds = {} if choice is None else choice.milliseconds, seconds
+        for executable in (first, *others):
+            self._on_chosen(executable)
+
+    def _take(self, unit: Executable | Pair) -> None:
         self._loss = None
-        self._arranged_as(self._pair.forward)
-
-    def _trace(self, derivative: Derivative, differentiated: Sequence[int]) -> Traced:
-        scaled = self.scaling is not None and derivative is Derivative.LOSS
-        request = (self.graph, self._fakes, derivative, differentiated, self._surroundings)
-        try:
-            traced = trace(*request, scaled=scaled, native=self._in_torch)
-        except Untraceable:
-            if not self._in_torch:
-                raise
-            # some of torch's own operators are known to autograd, and not to a trace
-            traced = trace(*request, scaled=scaled)
-        traced.outputs = [None if i in self._layout.views else o for i, o in enumerate(traced.outputs)]
-        self.has_draws = bool(traced.draws)
-        self._changed = list(traced.updates)
-        if overlap(self._fakes, self._changed):
-            raise Untraceable("it changes a tensor that shares memory with another one it reads")
-        if derivative is not Derivative.NONE and self._keeping is None:
-            eager = EagerGraph.of(self.graph, self._layout.differentiable)
-            self._keeping = Keeping.of(traced, eager, self.first_run.input_name)
-            reached = frozenset[int]().union(*eager.reached.values())
+        if isinstance(unit, Pair):
+            self._pair, executable = unit, unit.forward
+        elif self._layout.differentiable:
+            self._loss = executable = unit
+        else:
+            self._plain = executable = unit
+        if self._compilation.keeping is not None:
+            reached = frozenset[int]().union(*self._compilation.keeping.eager.reached.values())
             self._edges = [i if i in reached else None for i in self.wanted]
-        return traced
-
-    def _arranged_as(self, executable: Executable) -> None:
+        self._changed = [i for i, _ in executable.updates]
+        self.has_draws = executable.has_draws
         self._layout.learn(executable)
         self.outputs_by_position = self._layout.differentiable_positions
         self.not_differentiable = self._layout.not_differentiable
+
+    def _compare(self, contest: Contest, args: Sequence[Any]) -> None:
+        """Run what there is and its rivals on real inputs, without any effect, and keep the fastest."""
+        unit = self._loss or self._pair or self._plain
+        assert unit is not None
+        began = time.perf_counter()
+        with ForkedRNG(self.device):
+            inputs, incoming = self._inputs(args), self._ones(unit, args)
+            tangents = [g for g in incoming.values() if g is not None]
+            request = (self.graph, args, incoming, self.wanted)
+            eager = functools.partial(evaluate, *request, surroundings=self._surroundings)
+            found = contest.settle(unit, lambda other: _run_whole(other, inputs, tangents), eager)
+        if found is not None:
+            self._contest = None
+            self._choose(*found, time.perf_counter() - began)
+
+    def _ones(self, unit: Executable | Pair, args: Sequence[Any]) -> dict[int, torch.Tensor | None]:
+        """Gradients as they could arrive, by output number."""
+        if unit is self._plain:
+            return {}
+        if not isinstance(unit, Pair):
+            return {self.loss_output: None}
+        results, positions = unit.forward.run(args), unit.forward.outputs
+        return {i: torch.ones_like(results[p]) for i in self._layout.differentiable if (p := positions[i]) is not None}
 
     def learn_from(self, arrived: Mapping[int, torch.Tensor]) -> None:
         """Gradients that arrive at a single scalar make it the loss of the runs to come."""
@@ -206,20 +210,13 @@ class Region:
             except Untraceable:
                 self._one_graph = True
 
-    @contextlib.contextmanager
-    def _tracing(self) -> Iterator[None]:
-        """Dynamo's context of this region, which is no longer the present one when a graph is compiled late."""
-        if TracingContext.try_get() is self._context:
-            yield
-        else:
-            with tracing(self._context), torch.inference_mode(False):
-                yield
-
     # -- execution ------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         if self._changed and overlap(args, self._changed):
             return self.graph(*args)
+        if self._contest is not None:
+            self._compare(self._contest, args)
         if self._plain is not None:
             tensors = self._unique(self._execute(self._plain, args, {}))
             return self._layout.arrange(self._plain, tensors, args)
@@ -245,18 +242,26 @@ class Region:
         """
         assert self._loss is not None
         executable = self._loss
-        scale = None if self.scaling is None else self.scaling.tensor(self.device)
-        results = self._execute(executable, args, {self.loss_output: None}, scale)
+        results = self._execute(executable, args, {self.loss_output: None}, self._scale())
         finite = None if executable.finite is None else results[executable.finite]
         return self._unique(results), gradients_of(executable, results, self.wanted), finite
 
+    def _scale(self) -> torch.Tensor | None:
+        """The scale of the loss, the last input of a graph that computes its gradients."""
+        return None if self.scaling is None or self._loss is None else self.scaling.tensor(self.device)
+
+    def _inputs(self, args: Sequence[Any]) -> Sequence[Any]:
+        scale = self._scale()
+        return args if scale is None else [*args, scale]
+
     def keep(self, args: Sequence[Any], pair: Pair | None = None) -> Kept:
         """The inputs of a run, before it, as its gradients need them."""
-        assert self._keeping is not None
+        keeping = self._compilation.keeping
+        assert keeping is not None
         if pair is None:
-            return Kept(self._keeping, args)
+            return Kept(keeping, args)
         # the first gradients of a pair are compared with those that torch computes from the same inputs
-        return Kept(self._keeping, args, pair.copied if pair.verified else pair.copied.union(self._keeping.at_risk))
+        return Kept(keeping, args, pair.copied if pair.verified else pair.copied.union(keeping.at_risk))
 
     def run_forward(self, pair: Pair, args: Sequence[Any]) -> tuple[Sequence[torch.Tensor], list[torch.Tensor] | None]:
         """Outputs, and what the backward graph reads besides inputs: ``None`` where the outputs are torch's."""
@@ -283,10 +288,11 @@ class Region:
             incoming: gradients, one per differentiable output.
             outputs: where gradients have arrived; what does not lead there has none.
         """
-        assert self._keeping is not None
+        keeping = self._compilation.keeping
+        assert keeping is not None
         results = pair.backward.run([*inputs, *incoming])
         found = gradients_of(pair.backward, results, self.wanted)
-        reached = frozenset[int]().union(*[self._keeping.eager.reached[output] for output in outputs])
+        reached = frozenset[int]().union(*[keeping.eager.reached[output] for output in outputs])
         return [g if i in reached else None for i, g in zip(self.wanted, found, strict=True)]
 
     def finite_where_shared(self, gradients: Sequence[torch.Tensor | None], outputs: Collection[int]) -> bool:
@@ -298,8 +304,9 @@ class Region:
             gradients: from :meth:`run_backward`.
             outputs: where gradients have arrived.
         """
-        assert self._keeping is not None
-        reached = self._keeping.eager.reached
+        keeping = self._compilation.keeping
+        assert keeping is not None
+        reached = keeping.eager.reached
         shared = frozenset[int]().union(*[inputs for output, inputs in reached.items() if output not in outputs])
         pairs = zip(self.wanted, gradients, strict=True)
         doubtful = [g for i, g in pairs if i in shared and g is not None and g.numel()]
@@ -347,6 +354,15 @@ class Region:
                     allow_unused=True,
                 )
             )
+
+
+def _run_whole(unit: Executable | Pair, inputs: Sequence[Any], incoming: Sequence[torch.Tensor]) -> None:
+    """Run a unit, with gradients, for the time it takes."""
+    if isinstance(unit, Pair):
+        saved = unit.saved(unit.forward.run(inputs))
+        unit.backward.run([*unit.inputs(inputs, saved), *incoming])
+    else:
+        unit.run(inputs)
 
 
 def gradients_of(

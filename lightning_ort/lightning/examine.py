@@ -101,8 +101,9 @@ def examination_flags(strategy: Any, folder: str) -> dict[str, Any]:
     """
     if not isinstance(strategy, ORTStrategy):
         strategy = ORTStrategy()
-    # all that torch would do is listed, instead of the first thing being refused
+    # all that torch would do is listed, instead of the first thing being refused, and not what it would do faster
     strategy._on_unsupported, strategy._print_report = "torch", False
+    strategy._config = dataclasses.replace(strategy._config, measure=False)
     return {
         "strategy": strategy,
         "fast_dev_run": 1,

@@ -130,7 +130,10 @@ class CompiledSteps:
     def _on_graph(self, executable: Executable) -> None:
         if self._running is not None:
             self._running.graphs += 1
-            self._running.graphs_in_torch += executable.executor == "torch"
+            self._running.graphs_in_torch += executable.executor != "onnxruntime"
+            if executable.milliseconds:
+                self._running.measured.append(executable.milliseconds)
+            self._running.compile_seconds += executable.choosing_seconds
             self._running.widened += executable.widened
             self._running.preferred.update(executable.preferred)
             self._running.on_cpu.update(executable.on_cpu)

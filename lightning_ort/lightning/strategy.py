@@ -76,9 +76,13 @@ class ORTStrategy(SingleDeviceStrategy):
         provider_options: one mapping per provider, or a mapping from provider name to its options.
         session_options: an ``onnxruntime.SessionOptions``, or a mapping from its attributes (such as
             ``intra_op_num_threads``) and configuration keys (such as ``session.intra_op.allow_spinning``) to values.
-        placement: ``"fastest"`` lets large convolutions run in torch on the CPU, whose kernels are the faster ones;
-            ``"onnxruntime"`` leaves to torch only what ONNX Runtime cannot run; ``"torch"`` runs the graphs of all
-            steps in torch, with its own kernels, 16-bit ones among them, and no ONNX Runtime.
+        placement: ``"fastest"`` measures on the CPU, with the first batch of each graph, whether ONNX Runtime or torch
+            runs it faster, and remembers that for later runs (``LIGHTNING_ORT_CACHE_DIR``). Nothing is measured under
+            ``Trainer(deterministic=True)``, on a GPU, or if the environment variable ``LIGHTNING_ORT_MEASURE`` is 0:
+            then rules of the graph alone move large convolutions to torch. ``"onnxruntime"`` leaves to torch only what
+            ONNX Runtime cannot run; ``"torch"`` runs the graphs of all steps in torch, with its own kernels, 16-bit
+            ones among them, and no ONNX Runtime; ``"inductor"`` has torch's compiler make one C++ function of each,
+            which takes long and needs a C++ compiler; ``"fastest+inductor"`` measures all three.
         on_unsupported: ``"torch"`` runs in torch what ONNX Runtime cannot and reports it; ``"error"`` raises
             :class:`~lightning_ort.errors.UnsupportedError`.
         verify: check the first run of each graph against torch and raise
@@ -107,7 +111,7 @@ class ORTStrategy(SingleDeviceStrategy):
         providers: Sequence[str] | None = None,
         provider_options: Sequence[Mapping[str, Any]] | Mapping[str, Mapping[str, Any]] | None = None,
         session_options: onnxruntime.SessionOptions | Mapping[str, Any] | None = None,
-        placement: Literal["fastest", "onnxruntime", "torch"] = "fastest",
+        placement: Literal["fastest", "fastest+inductor", "onnxruntime", "torch", "inductor"] = "fastest",
         on_unsupported: Literal["torch", "error"] = "torch",
         verify: bool = True,
         print_report: bool = True,

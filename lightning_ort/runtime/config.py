@@ -11,6 +11,7 @@ import onnxruntime
 import torch
 from onnx import TensorProto, helper
 
+from lightning_ort.environment import has_cpp_compiler
 from lightning_ort.errors import ProviderError
 from lightning_ort.runtime.providers import check_available, native_to, provider_named
 from lightning_ort.runtime.providers.cpu import CPU
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Placement", "RuntimeConfig"]
 
-Placement = Literal["fastest", "onnxruntime", "torch"]
+Placement = Literal["fastest", "fastest+inductor", "onnxruntime", "torch", "inductor"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +34,12 @@ class RuntimeConfig:
         provider_options: one mapping per provider, or a mapping from provider name to options.
         session_options: an ``onnxruntime.SessionOptions``, or a mapping from its attribute names (such as
             ``intra_op_num_threads``) and configuration keys (such as ``session.intra_op.allow_spinning``) to values.
-        placement: ``"fastest"`` lets operators run in torch whose kernels there are the faster ones,
-            ``"onnxruntime"`` only those that ONNX Runtime cannot run, ``"torch"`` all of them, natively.
+        placement: ``"fastest"`` runs each graph where it takes less time, in ONNX Runtime or in torch;
+            ``"fastest+inductor"`` has inductor take part, which takes long to compile and needs a C++ compiler;
+            ``"onnxruntime"`` leaves to torch only the operators that ONNX Runtime cannot run; ``"torch"`` and
+            ``"inductor"`` run all of them, natively or compiled to C++.
+        measure: for ``"fastest"``, run graphs of the CPU in ONNX Runtime and in torch to see where they take less time;
+            otherwise rules of the graph alone move operators to torch whose kernels there are the faster ones.
         on_session: called with each session and its serialized model, for debugging.
     """
 
@@ -43,6 +48,12 @@ class RuntimeConfig:
     session_options: onnxruntime.SessionOptions | Mapping[str, Any] | None = None
     placement: Placement = "fastest"
     on_session: Callable[[OrtSession, bytes], None] | None = None
+    measure: bool = True
+
+    @property
+    def by_speed(self) -> bool:
+        """Whether what is faster elsewhere may run there."""
+        return self.placement.startswith("fastest")
 
     def make_session_options(
         self, *, threads: int | None = None, device: torch.device | None = None
@@ -89,6 +100,11 @@ class RuntimeConfig:
             TypeError, ValueError: a session option of another type, out of range, or unknown.
         """
         choice("placement", self.placement, get_args(Placement))
+        if "inductor" in self.placement and not has_cpp_compiler():
+            raise ValueError(
+                f"placement={self.placement!r} needs a C++ compiler, and there is none: install g++ (apt install g++), "
+                "or name one by the environment variable CXX."
+            )
         options = check_available(self.providers, self.provider_options)
         for name, given in options.items():
             provider_named(name).check(given)

@@ -75,7 +75,8 @@ def runtime_config(options: ORTTrainerOptions, device: torch.device) -> RuntimeC
     if options.utils.memory_efficient_gradient:
         providers[native.name] |= native.frugal_options
     check_available(list(providers), providers)
-    return RuntimeConfig(list(providers), providers, _session_options(options), options.placement)
+    measure = not options.debug.deterministic_compute
+    return RuntimeConfig(list(providers), providers, _session_options(options), options.placement, measure=measure)
 
 
 def _session_options(options: ORTTrainerOptions) -> Any:

@@ -7,7 +7,7 @@ import enum
 import inspect
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import cerberus
 import onnx
@@ -18,6 +18,7 @@ from lightning_ort import validation
 from lightning_ort.amp import LossScaler
 from lightning_ort.optim.config import _OptimizerConfig
 from lightning_ort.optim.lr_scheduler import _LRScheduler
+from lightning_ort.runtime.config import Placement
 from lightning_ort.validation import shown
 
 __all__ = [
@@ -219,7 +220,7 @@ SCHEMA: dict[str, Any] = {
     "provider_options": {"type": "dict", "required": False, "default_setter": lambda _: {}, "schema": {},
                          "allow_unknown": True},
     "session_options": {"type": "session_options", "nullable": True, "default": None},
-    "placement": {"type": "string", "allowed": ["fastest", "onnxruntime"], "default": "fastest"},
+    "placement": {"type": "string", "allowed": list(get_args(Placement)), "default": "fastest"},
 }  # fmt: skip
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -66,6 +67,8 @@ class Executable(ABC):
         widened: how many 16-bit operators compute in float32, because no execution provider has 16-bit kernels.
         fallbacks: operators that run in torch because they have to, and why.
         preferred: operators that run in torch for speed, one entry per call.
+        milliseconds: if it was chosen by measuring, what a run took by candidate.
+        choosing_seconds: how long that choice has taken.
         on_cpu: types of the ONNX operators that the CPU executes in a graph for a GPU, one entry per node.
     """
 
@@ -75,6 +78,8 @@ class Executable(ABC):
     fallbacks: Sequence[Fallback] = ()
     preferred: Sequence[str] = ()
     on_cpu: Sequence[str] = ()
+    milliseconds: Mapping[str, float] = MappingProxyType({})
+    choosing_seconds: float = 0.0
 
     def __init__(self, traced: Traced, extra: Sequence[fx.Node] = ()) -> None:
         inputs = [*traced.inputs, *traced.tangents.values(), *traced.draws]

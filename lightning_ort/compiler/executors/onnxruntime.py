@@ -69,4 +69,4 @@ def _in_16_bits(sessions: SessionFactory) -> frozenset[Any]:
     """What is computed in 16 bits, by ONNX Runtime or (convolutions that it has no kernels for) by torch."""
     if not sessions.provider.in_16_bits:
         return frozenset()
-    return PRODUCTS | CONVOLUTIONS if sessions.placement == "fastest" else PRODUCTS
+    return PRODUCTS | CONVOLUTIONS if sessions.config.by_speed else PRODUCTS

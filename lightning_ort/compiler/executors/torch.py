@@ -61,13 +61,17 @@ class TorchExecutable(Executable):
         strided = any(n.target is aten.as_strided.default for n in traced.graph.nodes)
         first = len(traced.inputs)
         self._contiguous = range(first, first + len(traced.tangents)) if strided else ()
-        self._compute = generate(traced.module, results.inputs, results.all)
+        self._compute = self._function(traced.module, results)
         given = {p for p in self.outputs if p is not None} | {p for _, p in self.gradients}
         self._kept = {p for p in self.extra if p not in given}
         self._copied = sorted(_not_alone(results.all, self._kept))
         # kernels ask whether gradients will be wanted, and keep more or choose others then
         self._for_gradients = bool(self.extra or self.gradients)
         self._is_first = True
+
+    def _function(self, module: fx.GraphModule, results: Results) -> Callable[[list[Any]], list[Any]]:
+        """What computes ``results`` from the values of their inputs, a list that it may empty."""
+        return generate(module, results.inputs, results.all)
 
     def run(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
         values = [*inputs, *self._draw(inputs)] if self.has_draws else [*inputs]

@@ -1,0 +1,39 @@
+"""``lightning-ort cache``: what is kept for later runs, and how to be rid of it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from lightning_ort.files.cache import Cache, cache_folder
+
+__all__ = ["cache"]
+
+_KINDS = {"choices": "graphs of which it is known who runs them fastest"}
+
+
+def cache(arguments: Sequence[str] = ()) -> int:
+    """Print where the cache is and what it holds, or clear it.
+
+    Args:
+        arguments: of the command: ``--clear`` or nothing.
+
+    Returns:
+        0.
+    """
+    parser = argparse.ArgumentParser(
+        "lightning-ort cache",
+        description="Show what is kept for later runs.",
+        epilog="LIGHTNING_ORT_CACHE_DIR is the folder, LIGHTNING_ORT_CACHE_SIZE how many bytes it may take.",
+    )
+    parser.add_argument("--clear", action="store_true", help="remove all of it")
+    clear = parser.parse_args(arguments).clear
+    print(cache_folder())
+    for kind, what in _KINDS.items():
+        entries = Cache(kind)
+        if clear:
+            print(f"{kind}: {entries.clear()} removed")
+            continue
+        sizes = [entry.stat().st_size for entry in entries.entries()]
+        print(f"{kind}: {len(sizes)} {what}, {sum(sizes) / 1024:.0f} KiB")
+    return 0

@@ -1,0 +1,167 @@
+"""A region compiled for one executor: one graph, or a graph forward and another one for gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, tracing
+
+from lightning_ort.compiler.eager_graph import EagerGraph
+from lightning_ort.compiler.executors.executable import Executable
+from lightning_ort.compiler.executors.onnxruntime import ORTExecutable
+from lightning_ort.compiler.executors.torch import TorchExecutable
+from lightning_ort.compiler.global_state import Surroundings
+from lightning_ort.compiler.kept import Keeping
+from lightning_ort.compiler.outputs import OutputLayout, overlap
+from lightning_ort.compiler.partition import split
+from lightning_ort.compiler.trace import Derivative, Traced, Untraceable, trace
+from lightning_ort.runtime.factory import SessionFactory
+
+__all__ = ["Compilation", "Pair"]
+
+
+@dataclasses.dataclass
+class Pair:
+    """Forward and backward as two graphs, for gradients that arrive at several outputs."""
+
+    forward: Executable
+    backward: Executable
+    kept: list[int | None]
+    """inputs of ``backward``: number of a region input, or ``None`` for the next of ``forward.extra``"""
+    copied: frozenset[int]
+    """region inputs that are kept as copies, because eager keeps no reference to them"""
+    own: list[tuple[int, bool]]
+    """per entry of ``forward.extra``, its position and whether it is kept as a copy of an output"""
+    verified: bool = False
+    general: bool = False
+    """gradients were seen at more than a scalar loss"""
+
+    def saved(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What the backward graph reads of the results of the forward graph."""
+        return [results[p].clone() if own else results[p] for p, own in self.own]
+
+    def inputs(
+        self, args: Sequence[Any], saved: Sequence[torch.Tensor], copies: Mapping[int, torch.Tensor] | None = None
+    ) -> list[Any]:
+        """Inputs of the backward graph, from those of the region, ``copies`` of some, and what was computed."""
+        computed, own = iter(saved), self.copied if copies else ()
+        return [next(computed) if i is None else copies[i] if copies and i in own else args[i] for i in self.kept]
+
+
+class Compilation:
+    """Traces a region and has its graphs compiled, also long after Dynamo has gone on.
+
+    Args:
+        graph: Dynamo's graph.
+        fakes: its inputs, from :func:`~.trace.fake_inputs`.
+        layout: of its outputs.
+        sessions: makes them, for the device that computes; tensors live there or on the CPU.
+        surroundings: what the region is computed under.
+        name: user's name of an input.
+        scaled: losses are scaled.
+        verify: gradients of pairs are to be checked.
+        on_compiled: called with each :class:`Executable`; what it raises, :meth:`make` raises.
+
+    Attributes:
+        keeping: what a region keeps of its inputs, once a graph with gradients has been made.
+    """
+
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        fakes: Sequence[Any],
+        layout: OutputLayout,
+        sessions: SessionFactory,
+        surroundings: Surroundings,
+        *,
+        name: Callable[[int], str],
+        scaled: bool,
+        verify: bool,
+        on_compiled: Callable[[Executable], None],
+    ) -> None:
+        self._graph, self._fakes, self._layout = graph, fakes, layout
+        self._sessions, self._surroundings = sessions, surroundings
+        self._name, self._scaled, self._verify, self._on_compiled = name, scaled, verify, on_compiled
+        self._context = TracingContext.get()
+        self.keeping: Keeping | None = None
+
+    def make(self, executor: str, derivative: Derivative, differentiated: Sequence[int]) -> Executable | Pair:
+        """Compile for ``executor``: a pair if gradients arrive from outside.
+
+        Raises:
+            Untraceable: the graph has no functional form, or this executor cannot run it.
+        """
+        with self._tracing():
+            return self._make(executor, derivative, differentiated)
+
+    def _make(self, executor: str, derivative: Derivative, differentiated: Sequence[int]) -> Executable | Pair:
+        traced = self._trace(derivative, differentiated, native=executor != "onnxruntime")
+        if derivative is not Derivative.TANGENTS:
+            return self._compile(executor, traced)
+        assert self.keeping is not None
+        partition = split(traced, self.keeping.eager)
+        forward = self._compile(executor, partition.forward, partition.saved)
+        backward = self._compile(executor, partition.backward)
+        own = [(p, n in partition.own) for p, n in zip(forward.extra, partition.saved, strict=True)]
+        return Pair(forward, backward, partition.kept, partition.copied, own, verified=not self._verify)
+
+    def _compile(self, executor: str, traced: Traced, extra: Sequence[fx.Node] = ()) -> Executable:
+        made: Executable
+        if executor == "onnxruntime":
+            made = ORTExecutable(traced, self._sessions, extra)
+        else:
+            # importing inductor takes longer than a small fit
+            made = (_inductor() if executor == "inductor" else TorchExecutable)(traced, self._sessions.device, extra)
+        self._on_compiled(made)
+        return made
+
+    def _trace(self, derivative: Derivative, differentiated: Sequence[int], *, native: bool) -> Traced:
+        scaled = self._scaled and derivative is Derivative.LOSS
+        request = (self._graph, self._fakes, derivative, differentiated, self._surroundings)
+        try:
+            traced = trace(*request, scaled=scaled, native=native)
+        except Untraceable:
+            if not native:
+                raise
+            # some of torch's own operators are known to autograd, and not to a trace
+            traced = trace(*request, scaled=scaled)
+        traced.outputs = [None if i in self._layout.views else o for i, o in enumerate(traced.outputs)]
+        if overlap(self._fakes, list(traced.updates)):
+            raise Untraceable("it changes a tensor that shares memory with another one it reads")
+        if derivative is not Derivative.NONE and self.keeping is None:
+            eager = EagerGraph.of(self._graph, self._layout.differentiable)
+            self.keeping = Keeping.of(traced, eager, self._name)
+        return traced
+
+    @contextlib.contextmanager
+    def _tracing(self) -> Iterator[None]:
+        """Dynamo's context of this region, which is no longer the present one when a graph is compiled late.
+
+        Dynamo has written its guards by then. What a late trace assumes of open sizes beyond them nobody would check.
+        """
+        if TracingContext.try_get() is self._context:
+            yield
+            return
+        assumed = self._assumptions()
+        with tracing(self._context), torch.inference_mode(False):
+            yield
+        if self._assumptions() != assumed:
+            raise Untraceable("it fits some sizes only, and is compiled after those that it is used for were settled")
+
+    def _assumptions(self) -> tuple[int, ...]:
+        mode = self._context.fake_mode
+        sizes = None if mode is None else mode.shape_env
+        return (
+            () if sizes is None else (len(sizes.guards), len(sizes.replacements), len(sizes.deferred_runtime_asserts))
+        )
+
+
+def _inductor() -> type[TorchExecutable]:
+    from lightning_ort.compiler.executors.inductor import InductorExecutable
+
+    return InductorExecutable

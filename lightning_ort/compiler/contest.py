@@ -1,0 +1,262 @@
+"""Which executor runs a graph fastest on this machine: measured on real inputs, and remembered."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import math
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import onnxruntime
+import torch
+from torch import fx
+
+from lightning_ort._version import __version__
+from lightning_ort.compiler.global_state import Surroundings
+from lightning_ort.files.cache import Cache
+from lightning_ort.runtime.config import RuntimeConfig
+
+__all__ = ["MEMORY", "Choice", "Contest", "Key", "Memory", "measures", "race"]
+
+_EXECUTORS = {"onnxruntime", "torch", "inductor"}
+
+_BUDGET = 0.15
+"""seconds after which no further round of a race begins"""
+_FEWEST, _MOST = 3, 40
+"""rounds"""
+_LONG = 0.5
+"""seconds after which the first round is enough"""
+_PROMISING = 2.0
+"""how often as long as ONNX Runtime eager may take for a graph in torch to be tried: one that eager's kernels run
+without autograd saves a part of that, and compiling it takes time"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What a race has shown.
+
+    Attributes:
+        executor: the one that was taken.
+        milliseconds: per candidate that of one run.
+    """
+
+    executor: str
+    milliseconds: Mapping[str, float]
+
+    @classmethod
+    def among(cls, seconds: Mapping[str, float], favourite: str, margin: float = 0.03) -> Choice:
+        """The fastest one, or ``favourite`` if no other is faster by more than the share ``margin`` of its time."""
+        fastest = min(seconds, key=seconds.__getitem__)
+        if seconds[fastest] >= (1 - margin) * seconds[favourite]:
+            fastest = favourite
+        return cls(fastest, {name: round(1e3 * t, 4) for name, t in seconds.items()})
+
+
+def measures(config: RuntimeConfig, device: torch.device) -> bool:
+    """Whether executors are to be compared by running them, for graphs on ``device``.
+
+    The same run gives the same bits only if nothing is: see ``torch.use_deterministic_algorithms``.
+    """
+    return (
+        config.by_speed
+        and config.measure
+        and config.on_session is None  # who looks at sessions wants them
+        and device.type == "cpu"
+        and not torch.are_deterministic_algorithms_enabled()
+        and os.environ.get("LIGHTNING_ORT_MEASURE", "1") != "0"
+    )
+
+
+def race(runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Seconds of one run of each, run in turns, which has each begin with the threads of the others still about.
+
+    The first run of each does not count: kernels are chosen and memory is found then.
+    """
+    for run in runs.values():
+        run()
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    began = time.perf_counter()
+    for done in range(1, _MOST + 1):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - start)
+        passed = time.perf_counter() - began
+        if (done >= _FEWEST and passed > _BUDGET) or passed > _LONG:
+            break
+    # what else the machine does only ever adds to a run
+    return {name: sorted(times)[len(times) // 4] for name, times in seconds.items()}
+
+
+Unit = TypeVar("Unit")
+
+
+class Contest(Generic[Unit]):
+    """What ONNX Runtime runs against the same in torch.
+
+    Args:
+        key: of the choice.
+        rivals: executor to what compiles the same for it.
+    """
+
+    def __init__(self, key: Key, rivals: Mapping[str, Callable[[], Unit]]) -> None:
+        self._key, self._rivals = key, rivals
+
+    def settle(
+        self, unit: Unit, run: Callable[[Unit], object], eager: Callable[[], object]
+    ) -> tuple[Unit, Choice] | None:
+        """The fastest one; ``None`` if these inputs are refused, which the next run will explain.
+
+        Args:
+            unit: what ONNX Runtime runs.
+            run: runs a unit.
+            eager: computes the same by Dynamo's graph.
+        """
+        try:
+            seconds = race({"onnxruntime": lambda: run(unit), "eager": eager})
+        except Exception:
+            return None
+        hopeless = {"torch"} if seconds.pop("eager") > _PROMISING * seconds["onnxruntime"] else set()
+        units = {"onnxruntime": unit}
+        for name, make in self._rivals.items():
+            if name not in hopeless:
+                # what ONNX Runtime can and another cannot is no reason to stop
+                with contextlib.suppress(Exception):
+                    made = make()
+                    run(made)
+                    units[name] = made
+        if len(units) > 1:
+            seconds = race({name: functools.partial(run, candidate) for name, candidate in units.items()})
+        choice = Choice.among(seconds, "onnxruntime")
+        MEMORY.put(self._key, choice)
+        return units[choice.executor], choice
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """What a choice depends on.
+
+    Attributes:
+        graph: the operators, their types, what is differentiated, the machine, its threads and the versions, as a hash.
+        sizes: all of that and the sizes of the data, as a hash.
+        elements: how many elements the data have.
+    """
+
+    graph: str
+    sizes: str
+    elements: int
+
+    @classmethod
+    def of(
+        cls, graph: fx.GraphModule, fakes: Sequence[Any], kind: str, surroundings: Surroundings, config: RuntimeConfig
+    ) -> Key:
+        """Take it from Dynamo's ``graph`` and its inputs, to be computed under ``surroundings``.
+
+        Args:
+            graph: Dynamo's.
+            fakes: its inputs.
+            kind: which gradients are computed.
+            surroundings: what it is computed under.
+            config: of the sessions.
+        """
+        tensors = [x for x in fakes if isinstance(x, torch.Tensor)]
+        calls = [n for n in graph.graph.nodes if n.op.startswith("call")]
+        is_open = [not isinstance(size, int) for x in tensors for size in x.shape]
+        common = [
+            [getattr(n.target, "__qualname__", None) or str(n.target) for n in calls],
+            [(x.dim(), x.dtype, str(x.device), tuple(map(_hint, x.shape)) if x.requires_grad else ()) for x in tensors],
+            [kind, surroundings.autocast, surroundings.dtype],
+            [config.providers, config.provider_options, _described(config.session_options), config.placement],
+            torch.get_num_threads(),
+            _machine(),
+        ]
+        sizes = [[_hint(size) for size in x.shape] for x in tensors]
+        elements = sum(math.prod(row) for x, row in zip(tensors, sizes, strict=True) if not x.requires_grad)
+        return cls(_hashed(common), _hashed([common, graph.code, sizes, is_open]), elements)
+
+
+def _hashed(parts: Any) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+class Memory:
+    """Choices of earlier runs: those of this process, and those of earlier ones by a file each.
+
+    What a process has measured for one size of the data holds for smaller ones, and for up to twice as large ones, as
+    well: batches of sentences and a last batch that is smaller would otherwise each be compiled twice.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, Choice] = {}
+        self._similar: dict[str, tuple[int, Choice]] = {}
+        self._cache = Cache("choices")
+
+    def get(self, key: Key) -> Choice | None:
+        """What was chosen for ``key`` or data of about that size, if anything was that can be read."""
+        choice = self._known.get(key.sizes) or self._read(key.sizes)
+        if choice is not None:
+            self._similar.setdefault(key.graph, (key.elements, choice))
+            return choice
+        elements, similar = self._similar.get(key.graph, (0, None))
+        if similar is not None and key.elements <= 2 * elements:
+            self._keep(key, similar)  # a later process may meet the sizes in another order
+            return similar
+        return None
+
+    def put(self, key: Key, choice: Choice) -> None:
+        """Remember ``choice``, also where the disk cannot be written to."""
+        self._similar[key.graph] = key.elements, choice
+        self._keep(key, choice)
+
+    def _keep(self, key: Key, choice: Choice) -> None:
+        self._known[key.sizes] = choice
+        self._cache.write(key.sizes, {"executor": choice.executor, "milliseconds": dict(choice.milliseconds)})
+
+    def forget(self) -> None:
+        """Forget what this process knows; what is on disk stays."""
+        self._known.clear()
+        self._similar.clear()
+
+    def _read(self, name: str) -> Choice | None:
+        found = self._cache.read(name)
+        milliseconds = (found or {}).get("milliseconds")
+        if not isinstance(milliseconds, dict) or not milliseconds.keys() <= _EXECUTORS:
+            return None
+        if not all(isinstance(t, float) and t >= 0 for t in milliseconds.values()):
+            return None
+        executors = [name for name in milliseconds if found and found.get("executor") == name]
+        return Choice(executors[0], milliseconds) if executors else None
+
+
+MEMORY = Memory()
+
+
+def _hint(size: Any) -> int:
+    """A size; of an open one what it is at present, or 1 where nobody knows."""
+    return size if isinstance(size, int) else int(size.node.hint or 1)
+
+
+def _described(options: Any) -> Any:
+    return sorted(map(str, options.items())) if isinstance(options, Mapping) else options is not None
+
+
+@functools.cache
+def _machine() -> tuple[str, ...]:
+    versions = (__version__, torch.__version__, onnxruntime.__version__, platform.python_version())
+    return (*versions, _processor(), str(os.cpu_count()))
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    told = {line.split(":")[0].strip(): line.split(":")[-1].strip() for line in lines if ":" in line}
+    return " ".join(told.get(name, "") for name in ("vendor_id", "cpu family", "model", "model name", "flags"))

@@ -1,0 +1,106 @@
+"""A folder of small files that make later runs start faster; whatever is wrong with it, it is as if it were empty."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from lightning_ort._version import __version__
+from lightning_ort.files.writing import write_file
+
+__all__ = ["Cache", "cache_folder"]
+
+_FOLDER, _SIZE = "LIGHTNING_ORT_CACHE_DIR", "LIGHTNING_ORT_CACHE_SIZE"
+_DEFAULT_SIZE = 64 << 20
+_LARGEST = 1 << 20
+"""bytes of a file that is read"""
+
+
+def cache_folder() -> Path:
+    """``LIGHTNING_ORT_CACHE_DIR``, or where this system keeps the caches of its users."""
+    return Path(os.environ.get(_FOLDER) or platformdirs.user_cache_path("lightning_ort", appauthor=False))
+
+
+def _limit() -> int:
+    """Bytes that the cache may take: ``LIGHTNING_ORT_CACHE_SIZE``, 64 MiB by default; 0 switches it off."""
+    try:
+        return int(os.environ.get(_SIZE, _DEFAULT_SIZE))
+    except ValueError:
+        return _DEFAULT_SIZE
+
+
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """One kind of entries, each a mapping in JSON.
+
+    Attributes:
+        kind: name of the kind, and of the folder of its entries.
+    """
+
+    kind: str
+
+    @property
+    def folder(self) -> Path:
+        """Where the entries are."""
+        return cache_folder() / self.kind
+
+    def read(self, key: str) -> dict[str, Any] | None:
+        """The entry ``key``; ``None`` if there is none, or if it is of another version, damaged or foreign."""
+        path = self.folder / f"{key}.json"
+        try:
+            if path.stat().st_size > _LARGEST:
+                return None
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return None
+        if not isinstance(content, dict) or content.get("version") != __version__:
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path)  # what is used stays
+        return content
+
+    def write(self, key: str, content: dict[str, Any]) -> None:
+        """Keep ``content``; where that is impossible (no space, a folder of somebody else) nothing happens."""
+        limit = _limit()
+        if limit <= 0:
+            return
+        with contextlib.suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with write_file(self.folder / f"{key}.json", replace=True) as stream:
+                stream.write(json.dumps({"version": __version__, **content}).encode())
+            self._shrink(limit)
+
+    def entries(self) -> Iterator[os.DirEntry[str]]:
+        """The files of all entries."""
+        with contextlib.suppress(OSError), os.scandir(self.folder) as found:
+            yield from (e for e in found if e.name.endswith(".json") and e.is_file(follow_symlinks=False))
+
+    def clear(self) -> int:
+        """Remove all entries; returns how many there were."""
+        removed = 0
+        for entry in list(self.entries()):
+            with contextlib.suppress(OSError):
+                os.unlink(entry.path)
+                removed += 1
+        return removed
+
+    def _shrink(self, limit: int) -> None:
+        """Remove what was not used for longest, until the rest takes less than ``limit`` bytes."""
+        known = []
+        for entry in self.entries():
+            with contextlib.suppress(OSError):
+                known.append((entry.stat().st_mtime, entry.stat().st_size, entry.path))
+        excess = sum(size for _, size, _ in known) - limit
+        for _, size, path in sorted(known):
+            if excess <= 0:
+                return
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+                excess -= size

@@ -1,0 +1,394 @@
+"""Graphs that run where it was measured that they take less time."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from networks import MLP
+from parity import assert_same_outcome, fit
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ort import ORTStrategy
+from lightning_ort.cli import main
+from lightning_ort.compiler import ORTBackend, contest
+from lightning_ort.compiler.contest import MEMORY, Choice, race
+from lightning_ort.environment import has_cpp_compiler
+from lightning_ort.files.cache import Cache
+from lightning_ort.runtime.config import RuntimeConfig
+
+
+@pytest.fixture(autouse=True)
+def measuring(monkeypatch, tmp_path):
+    """Measure, with an empty memory."""
+    monkeypatch.setenv("LIGHTNING_ORT_MEASURE", "1")
+    monkeypatch.setenv("LIGHTNING_ORT_CACHE_DIR", str(tmp_path / "cache"))
+    MEMORY.forget()
+    yield
+    MEMORY.forget()
+
+
+@pytest.fixture
+def races(monkeypatch):
+    """Decide races by a table instead of a clock; gives the table and the list of races that were run."""
+    table, seen = {"onnxruntime": 2.0, "torch": 1.0, "eager": 2.0}, []
+
+    def pretend(runs):
+        seen.append(sorted(runs))
+        for run in runs.values():
+            run()
+        return {name: table[name] for name in runs}
+
+    monkeypatch.setattr(contest, "race", pretend)
+    return table, seen
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Dropout(0.4), nn.Linear(8, 3))
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def steps(function, module, batches):
+    """What a training leaves, by plain SGD."""
+    results = []
+    for x in batches:
+        module.zero_grad()
+        loss = function(module, x)
+        loss.backward()
+        results += [loss.detach(), *[p.grad.clone() for p in module.parameters()]]
+        with torch.no_grad():
+            for p in module.parameters():
+                p -= 0.1 * p.grad
+    return [*results, *module.state_dict().values(), torch.get_rng_state()]
+
+
+def loss_of(module, x):
+    return F.cross_entropy(module(x), torch.arange(len(x)) % 3)
+
+
+def several(module, x):
+    """A step whose gradients arrive at two outputs."""
+    y = module(x)
+    return y.square().mean(), y.sin().sum()
+
+
+def trained(function, batches, *, graphs=None, **options):
+    torch.manual_seed(1)
+    module = Network()
+    backend = ORTBackend(RuntimeConfig(), on_graph=(graphs if graphs is not None else []).append, **options)
+    torch.manual_seed(2)
+    return steps(torch.compile(function, backend=backend), module, batches)
+
+
+def eager(function, batches):
+    torch.manual_seed(1)
+    module = Network()
+    torch.manual_seed(2)
+    return steps(function, module, batches)
+
+
+BATCHES = [torch.randn(6, 4, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+
+
+@pytest.mark.parametrize(("seconds", "executor"), [(1.0, "torch"), (1.96, "onnxruntime"), (3.0, "onnxruntime")])
+def test_the_faster_one_is_taken(races, seconds, executor):
+    table, seen = races
+    table["torch"] = seconds
+    graphs = []
+    got, wanted = trained(loss_of, BATCHES, graphs=graphs), eager(loss_of, BATCHES)
+    assert [g.executor for g in graphs] == [executor]
+    assert graphs[0].milliseconds == {"onnxruntime": 2000.0, "torch": 1e3 * seconds}
+    assert seen == [["eager", "onnxruntime"], ["onnxruntime", "torch"]]
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(
+            a, b, rtol=0 if executor == "torch" else 1e-4, atol=0 if executor == "torch" else 1e-5
+        )
+
+
+def test_a_race_leaves_no_trace(races):
+    """Buffers are updated once, random numbers are those of one run, whoever wins."""
+    table, _ = races
+    for seconds in (1.0, 3.0):
+        MEMORY.forget()
+        Cache("choices").clear()
+        torch._dynamo.reset()
+        table["torch"] = seconds
+        got, wanted = trained(loss_of, BATCHES), eager(loss_of, BATCHES)
+        assert torch.equal(got[-1], wanted[-1])
+        counts = [next(int(t) for t in left if t.dtype == torch.int64) for left in (got, wanted)]
+        assert counts == [len(BATCHES)] * 2  # of batch normalization
+
+
+def test_torch_is_not_compiled_for_what_it_cannot_win(races):
+    table, seen = races
+    table["eager"] = 5.0
+    graphs = []
+    trained(loss_of, BATCHES, graphs=graphs)
+    assert [g.executor for g in graphs] == ["onnxruntime"]
+    assert seen == [["eager", "onnxruntime"]]
+    assert list(graphs[0].milliseconds) == ["onnxruntime"]
+
+
+@pytest.mark.parametrize("executor", ["torch", "onnxruntime"])
+def test_gradients_at_several_outputs(races, executor):
+    """Forward and backward are taken together."""
+    table, seen = races
+    table["torch"] = 1.0 if executor == "torch" else 3.0
+    graphs = []
+    backend = ORTBackend(RuntimeConfig(), on_graph=graphs.append)
+    compiled = torch.compile(several, backend=backend)
+
+    def results(function):
+        torch.manual_seed(1)
+        module = Network()
+        return steps(lambda m, x: sum(function(m, x)), module, BATCHES)
+
+    got, wanted = results(compiled), results(several)
+    assert [g.executor for g in graphs] == [executor] * 2
+    assert seen == [["eager", "onnxruntime"], ["onnxruntime", "torch"]]
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_without_gradients(races):
+    table, _ = races
+    table["torch"] = 1.0
+    module, graphs = Network().eval(), []
+    compiled = torch.compile(module, backend=ORTBackend(RuntimeConfig(), on_graph=graphs.append))
+    with torch.no_grad():
+        assert torch.equal(compiled(BATCHES[0]), module(BATCHES[0]))
+    assert [g.executor for g in graphs] == ["torch"]
+
+
+def test_open_sizes(races):
+    """A graph that was measured at one size runs at others, and what was measured holds for them."""
+    table, seen = races
+    table["torch"] = 1.0
+    batches = [torch.randn(n, 4) for n in (6, 5, 9, 2, 7)]
+    graphs = []
+    got, wanted = trained(loss_of, batches, graphs=graphs), eager(loss_of, batches)
+    assert {g.executor for g in graphs} == {"torch"}
+    assert len(seen) == 2
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_larger_data_are_measured_again(races):
+    _, seen = races
+    trained(loss_of, [torch.randn(6, 4)])
+    torch._dynamo.reset()
+    trained(loss_of, [torch.randn(12, 4)])
+    assert len(seen) == 2
+    torch._dynamo.reset()
+    trained(loss_of, [torch.randn(25, 4)])
+    assert len(seen) == 4
+
+
+def test_choices_are_remembered(races):
+    """By the process, and by a file for others: those measure nothing, and their results are the same bit for bit."""
+    table, seen = races
+    table["torch"] = 1.0
+    first = trained(loss_of, BATCHES)
+    table["torch"] = 3.0
+    for _ in range(2):
+        torch._dynamo.reset()
+        graphs = []
+        again = trained(loss_of, BATCHES, graphs=graphs)
+        assert [g.executor for g in graphs] == ["torch"]
+        assert graphs[0].milliseconds == {"onnxruntime": 2000.0, "torch": 1000.0}
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+        MEMORY.forget()
+    assert len(seen) == 2
+
+
+def _changed(**values):
+    return lambda text: json.dumps({**json.loads(text), **values})
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: "",
+        lambda text: text[: len(text) // 2],
+        lambda text: "[" * 5000,
+        lambda text: "[1]",
+        lambda text: '"x"',
+        _changed(version="0.0.0"),
+        _changed(executor="abacus"),
+        _changed(executor=["torch"]),
+        _changed(milliseconds=None),
+        _changed(milliseconds={"abacus": 1.0, "torch": 2.0}),
+        _changed(milliseconds={"torch": "fast"}),
+        _changed(milliseconds={"torch": float("nan")}),
+    ],
+)
+def test_damaged_entries_are_as_none(races, damage):
+    _, seen = races
+    trained(loss_of, BATCHES[:1])
+    (entry,) = Cache("choices").entries()
+    with open(entry.path, encoding="utf-8") as file:
+        text = file.read()
+    with open(entry.path, "w", encoding="utf-8") as file:
+        file.write(damage(text))
+    MEMORY.forget()
+    torch._dynamo.reset()
+    trained(loss_of, BATCHES[:1])
+    assert len(seen) == 4
+
+
+def test_a_folder_that_cannot_be_written_to(races, monkeypatch, tmp_path):
+    file = tmp_path / "a file"
+    file.write_text("")
+    monkeypatch.setenv("LIGHTNING_ORT_CACHE_DIR", str(file / "cache"))
+    graphs = []
+    trained(loss_of, BATCHES, graphs=graphs)
+    assert [g.executor for g in graphs] == ["torch"]
+
+
+def test_the_cache_keeps_its_size(monkeypatch):
+    cache = Cache("choices")
+    monkeypatch.setenv("LIGHTNING_ORT_CACHE_SIZE", "400")
+    for i in range(10):
+        cache.write(f"entry{i}", {"text": "x" * 60})
+        path = cache.folder / f"entry{i}.json"
+        if path.exists():
+            os.utime(path, (i, i))
+    sizes = [entry.stat().st_size for entry in cache.entries()]
+    assert 0 < sum(sizes) <= 400
+    assert cache.read("entry9") is not None and cache.read("entry0") is None
+    monkeypatch.setenv("LIGHTNING_ORT_CACHE_SIZE", "0")
+    cache.write("more", {})
+    assert cache.read("more") is None
+
+
+def test_the_command(races, capsys):
+    trained(loss_of, BATCHES)
+    assert main(["cache"]) == 0
+    assert "choices: 1 graphs" in capsys.readouterr().out
+    assert main(["cache", "--clear"]) == 0
+    assert "choices: 1 removed" in capsys.readouterr().out
+    assert list(Cache("choices").entries()) == []
+
+
+def test_what_measures_nothing(races, monkeypatch):
+    _, seen = races
+    for config in (
+        RuntimeConfig(placement="onnxruntime"),
+        RuntimeConfig(placement="torch"),
+        RuntimeConfig(measure=False),
+    ):
+        torch._dynamo.reset()
+        steps(torch.compile(loss_of, backend=ORTBackend(config)), Network(), BATCHES)
+    torch.use_deterministic_algorithms(True)
+    try:
+        torch._dynamo.reset()
+        trained(loss_of, BATCHES)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    monkeypatch.setenv("LIGHTNING_ORT_MEASURE", "0")
+    torch._dynamo.reset()
+    trained(loss_of, BATCHES)
+    assert not seen
+
+
+def test_data_that_are_refused_decide_nothing(races):
+    """The user's error is the one that there is without measuring, and the next batch is measured."""
+    _, seen = races
+    module, graphs = nn.Embedding(5, 3), []
+    backend = ORTBackend(RuntimeConfig(), on_graph=graphs.append)
+    compiled = torch.compile(lambda x: module(x).square().mean(), backend=backend)
+    with pytest.raises(IndexError):
+        compiled(torch.tensor([1, 7]))
+    assert not graphs
+    compiled(torch.tensor([1, 4])).backward()
+    assert len(graphs) == 1 and seen
+
+
+def test_torch_that_fails_loses(races, monkeypatch):
+    from lightning_ort.compiler import compilation
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(compilation, "TorchExecutable", broken)
+    graphs = []
+    trained(loss_of, BATCHES, graphs=graphs)
+    assert [g.executor for g in graphs] == ["onnxruntime"]
+
+
+@pytest.mark.parametrize("executor", ["torch", "onnxruntime"])
+def test_fit(races, executor):
+    table, _ = races
+    table["torch"] = 1.0 if executor == "torch" else 3.0
+    data = partial(DataLoader, TensorDataset(torch.randn(40, 48), torch.randint(10, (40,))), batch_size=8)
+    strategy = ORTStrategy(print_report=False)
+    ours, theirs = (fit(MLP, data, strategy=s, max_steps=6) for s in (strategy, "auto"))
+    assert_same_outcome(theirs, ours)
+    report = ours.trainer.strategy.report()
+    assert report["training_step"].graphs_in_torch == (executor == "torch")
+    assert report["training_step"].measured
+    assert "measured: ONNX Runtime 2e+03 ms, torch" in str(report)
+
+
+@pytest.mark.stock_only
+@pytest.mark.skipif(not has_cpp_compiler(), reason="needs a C++ compiler")
+@pytest.mark.parametrize("placement", ["inductor", "fastest+inductor"])
+def test_inductor(races, placement):
+    """Compiled to C++: forced, and the fastest of three; with draws, a buffer that changes, open sizes."""
+    table, seen = races
+    table["inductor"] = 0.5
+
+    def step(m, x):
+        m.count.add_(x.mean())
+        return (F.dropout(x, 0.5) * m.weight).tanh().mean() + m.count
+
+    def results(function):
+        torch.manual_seed(0)
+        m = nn.Module()
+        m.weight = nn.Parameter(torch.randn(4))
+        m.register_buffer("count", torch.zeros(()))
+        return steps(function, m, [torch.randn(n, 4) for n in (6, 5, 7)])
+
+    graphs = []
+    backend = ORTBackend(RuntimeConfig(placement=placement), on_graph=graphs.append)
+    got, wanted = results(torch.compile(step, backend=backend)), results(step)
+    assert {g.executor for g in graphs} == {"inductor"}
+    assert seen == ([] if placement == "inductor" else [["eager", "onnxruntime"], ["inductor", "onnxruntime", "torch"]])
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_inductor_needs_a_compiler(monkeypatch):
+    monkeypatch.setattr("lightning_ort.runtime.config.has_cpp_compiler", lambda: False)
+    with pytest.raises(ValueError, match="needs a C\\+\\+ compiler"):
+        ORTStrategy(placement="fastest+inductor")
+
+
+def test_race_runs_in_turns_and_forgets_the_first(monkeypatch):
+    now, order = [0.0], []
+    monkeypatch.setattr(contest.time, "perf_counter", lambda: now[0])
+
+    def run(name, first, later):
+        now[0] += later if name in order else first
+        order.append(name)
+
+    seconds = race({"a": partial(run, "a", 9.0, 0.01), "b": partial(run, "b", 0.001, 0.02)})
+    assert seconds == {"a": pytest.approx(0.01), "b": pytest.approx(0.02)}
+    assert order == ["a", "b"] * (len(order) // 2) and len(order) >= 8
+    order.clear()
+    race({"a": partial(run, "a", 9.0, 2.0), "b": partial(run, "b", 9.0, 2.0)})
+    assert len(order) == 4  # a long step is run as often as it has to be
+
+
+def test_choice():
+    assert Choice.among({"onnxruntime": 1.0, "torch": 0.98}, "onnxruntime").executor == "onnxruntime"
+    assert Choice.among({"onnxruntime": 1.0, "torch": 0.9}, "onnxruntime").executor == "torch"
