@@ -250,7 +250,7 @@ def test_fit():
     report = ours.trainer.strategy.report()
     step = report["training_step"]
     assert (step.graphs, step.graphs_in_torch, step.all_in_ort) == (1, 1, False)
-    assert "in torch by choice: 1 of 1 graphs (placement='torch')" in str(report)
+    assert "in torch by choice: 1 of 1 graphs (as placement asks for)" in str(report)
 
 
 def test_a_wrong_graph_is_noticed(monkeypatch):
