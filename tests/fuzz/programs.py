@@ -169,11 +169,11 @@ def make(seed: int, length: int | None = None) -> Program:
 
     Args:
         seed: what everything follows from.
-        length: number of statements of one to five calls; by default drawn between 5 and 50, small numbers more often.
+        length: number of statements; by default such that there are 10 to 60 calls, small numbers more often.
     """
     rng = random.Random(seed)
     maker = _Maker(rng)
-    length = 5 + int(46 * rng.random() ** 4) if length is None else length
+    length = 6 + int(25 * rng.random() ** 4) if length is None else length
     for _ in range(8 * length):
         if len(maker.statements) >= length:
             break

@@ -143,8 +143,12 @@ def div_mode(g: GraphBuilder, node: fx.Node, a: Any, b: Any, rounding_mode: str 
     if rounding_mode is None:
         return div(g, node, a, b)
     if dtype.is_floating_point:
-        quotient = div(g, node, a, b)
-        return g.op("Floor", quotient) if rounding_mode == "floor" else _truncated(g, quotient)
+
+        def write(x: ir.Value, y: ir.Value) -> ir.Value:
+            quotient = g.op("Div", x, y)
+            return g.op("Floor", quotient) if rounding_mode == "floor" else _truncated(g, quotient)
+
+        return elementwise(g, node, dtype, write, a, b)
     wide = computing_dtype(dtype)
     x, y = operands(g, node, wide, a, b)
     x, y = _division(g, x, y, b, wide)

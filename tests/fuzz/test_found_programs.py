@@ -1,0 +1,52 @@
+"""Random programs that went wrong once, cut down to what it took."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from .programs import Case, Program, check
+
+FOUND = {
+    "undone norm without a gradient": (
+        """
+        t0 = torch.linalg.vector_norm(y + 0.1, 3, dim=-1)
+        t1 = torch.cummax(t0, dim=-1)[0]
+        t0.zero_()
+        t2 = torch.atan(t1)
+        t3 = x[x.detach() > 0.1].sum()
+        t4 = torch.where(t2 > t2, t2, t2 * 0.5)
+        """,
+        [Case(6)],
+    ),
+    "softmax of NaN without a gradient": (
+        """
+        t0 = F.leaky_relu(y, 0.1)
+        t1 = t0.softmax(0)
+        if y.detach().sum().item() > 1e9:
+            return y.sum(), y
+        t2 = t1[None]
+        t3 = t0.tanh().sum()
+        """,
+        [Case(6), Case(6, "nan"), Case(0)],
+    ),
+    "rounded quotient of repeated numbers": (
+        """
+        t0 = torch.div(torch.zeros_like(y[..., 0]) + 0.75, y.sum().abs() + 9, rounding_mode="floor")
+        t1 = torch.div(torch.zeros_like(y[..., 0]) - 0.75, y.sum().abs() + 9, rounding_mode="trunc")
+        t3 = (t0 * 0.3).tanh().sum() + (t1 * 0.7).tanh().sum() + y.sum()
+        """,
+        [Case(2)],
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("name", FOUND)
+def test_found_program(name: str, dtype: torch.dtype) -> None:
+    text, calls = FOUND[name]
+    lines = [line.removeprefix(" " * 8) for line in text.strip("\n").splitlines()]
+    program = Program(0, dtype, [*lines, "loss = x.sum() + t3"], ["loss"])
+    for verify in (False, True):
+        failure = check(program, verify=verify, calls=calls)
+        assert failure is None, str(failure)
