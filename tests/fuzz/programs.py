@@ -13,6 +13,7 @@ import linecache
 import logging
 import math
 import multiprocessing
+import os
 import random
 import re
 import time
@@ -66,7 +67,8 @@ class Program:
         dtype: of parameters and data.
         statements: the body of the step.
         results: names of the tensors it returns; the first is the loss.
-        several: gradients arrive at all results that require one, not only at the loss.
+        several: gradients arrive at the sum of all results that require one, not only at the loss.
+        apart: they arrive at one result after the other, in a ``backward`` for each.
     """
 
     seed: int
@@ -74,6 +76,7 @@ class Program:
     statements: list[str]
     results: list[str]
     several: bool = False
+    apart: bool = False
 
     @property
     def source(self) -> str:
@@ -101,8 +104,10 @@ class Failure:
 
     def __str__(self) -> str:
         program = self.program
-        several = ", gradients at all results" if program.several else ""
-        return f"seed {program.seed}, {program.dtype}{several}: {self.kind}\n{self.detail}\n{program.source}"
+        where = (
+            ", gradients at one after the other" if program.apart else ", gradients at all" if program.several else ""
+        )
+        return f"seed {program.seed}, {program.dtype}{where}: {self.kind}\n{self.detail}\n{program.source}"
 
 
 # -- data ---------------------------------------------------------------------------------------------------------
@@ -184,6 +189,7 @@ def make(seed: int, length: int | None = None) -> Program:
         maker.statements,
         maker.finish(),
         several=rng.random() < 0.25,
+        apart=rng.random() < 0.1,
     )
     while not _runs(program):
         # a write into what autograd needs, which only backward finds out
@@ -353,7 +359,11 @@ def run(
             warnings.simplefilter("ignore")
             results = function(state, *values)
             total = results[0]
-            if program.several:
+            if program.apart:
+                for extra in results[1:]:
+                    if extra.requires_grad:
+                        (extra.sum() * 0.3).backward(retain_graph=True)
+            elif program.several:
                 for extra in results[1:]:
                     if extra.requires_grad:
                         total = total + extra.sum() * 0.3
@@ -381,20 +391,21 @@ def check(
         program: what is run.
         verify: check first runs against torch, as users have it; by default for every second seed, because a check
             that raises or steps in would hide what it found.
-        options: of the backend.
+        options: of the backend; by default every eighth seed runs on torch's own operators.
         calls: by default those of :func:`cases`.
     """
     torch._dynamo.reset()
     verify = program.seed % 2 == 0 if verify is None else verify
     function = program.function()
-    options = {"verify": verify} | (options or {})
+    placement = "torch" if program.seed % 8 == 3 else "fastest"
+    options = {"verify": verify, "placement": placement} | (options or {})
     compiled = torch.compile(function, backend="lightning_ort", options=options)
     state = fresh_state(program.dtype)
     for number, case in enumerate(cases(program) if calls is None else calls):
         before = copy.deepcopy(state)
         theirs = run(program, function, state, case, number)
         ours = run(program, compiled, copy.deepcopy(before), case, number)
-        where = f"call {number}, {case}, verify={verify}"
+        where = f"call {number}, {case}, {options}"
         if isinstance(theirs, Exception):
             if not isinstance(ours, Exception) and _raises(
                 _without_unused(program), copy.deepcopy(before), case, number
@@ -497,7 +508,7 @@ def shrink(failure: Failure, seconds: float = 120.0) -> Failure:
     """Leave out statements that the failure does not need."""
     until = time.monotonic() + seconds
     best, step = failure, max(1, len(failure.program.statements) // 2)
-    verify = "verify=True" in failure.detail
+    verify = "'verify': True" in failure.detail
     calls = cases(failure.program)
     while step and time.monotonic() < until:
         start, removed = len(best.program.statements) - step, False
@@ -540,6 +551,7 @@ def _with_loss(program: Program) -> Program:
 def _worker(connection: Any, cut: bool) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
+    os.environ.setdefault("LIGHTNING_ORT_MEASURE", "0")  # what runs where shall follow from the seed
     while (seed := connection.recv()) is not None:
         failure = check(make(seed))
         if failure is not None and cut:

@@ -38,6 +38,13 @@ FOUND = {
         """,
         [Case(2)],
     ),
+    "gradient of a product with NaN, by torch's own operators": (
+        """
+        t0 = y.prod(-1)
+        t3 = t0.mean() + (y * 0.5).prod()
+        """,
+        [Case(6), Case(6, "nan")],
+    ),
 }
 
 
@@ -47,6 +54,6 @@ def test_found_program(name: str, dtype: torch.dtype) -> None:
     text, calls = FOUND[name]
     lines = [line.removeprefix(" " * 8) for line in text.strip("\n").splitlines()]
     program = Program(0, dtype, [*lines, "loss = x.sum() + t3"], ["loss"])
-    for verify in (False, True):
-        failure = check(program, verify=verify, calls=calls)
+    for options in ({"verify": False}, {"verify": True}, {"verify": False, "placement": "torch"}):
+        failure = check(program, options=options, calls=calls)
         assert failure is None, str(failure)

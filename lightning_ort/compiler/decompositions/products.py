@@ -38,7 +38,7 @@ def _products_of_others(x: Tensor, dim: int) -> Tensor:
     return before * after
 
 
-@composes(aten.prod.dim_int)
+@composes(aten.prod.dim_int, native=True)
 def prod(x: Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     if not (x.requires_grad and torch.is_grad_enabled()) or not x.dim() or dtype not in (None, x.dtype):
         return NotImplemented
@@ -48,7 +48,7 @@ def prod(x: Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | Non
     return product if keepdim else product.squeeze(dim)
 
 
-@composes(aten.prod.default)
+@composes(aten.prod.default, native=True)
 def prod_all(x: Tensor, *, dtype: torch.dtype | None = None) -> Any:
     if not (x.requires_grad and torch.is_grad_enabled()) or not all(isinstance(n, int) for n in x.shape):
         return NotImplemented
