@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch._dynamo
 
+from lightning_ort.compiler.trace_cache import TRACES
+
 # what runs where shall follow from the graph alone; tests of measuring switch it on
 os.environ.setdefault("LIGHTNING_ORT_MEASURE", "0")
 # two threads, or one each where pytest-xdist runs a test on each core
@@ -41,5 +43,6 @@ def fresh_state():
     np.random.seed(0)
     torch.manual_seed(0)
     torch._dynamo.reset()
+    TRACES.clear()
     yield
     torch._dynamo.reset()

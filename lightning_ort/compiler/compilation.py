@@ -20,6 +20,7 @@ from lightning_ort.compiler.kept import Keeping
 from lightning_ort.compiler.outputs import OutputLayout, overlap
 from lightning_ort.compiler.partition import split
 from lightning_ort.compiler.trace import Derivative, Traced, Untraceable, trace
+from lightning_ort.compiler.trace_cache import TRACES, TraceKey, copied, size_facts
 from lightning_ort.runtime.factory import SessionFactory
 
 __all__ = ["Compilation", "Pair"]
@@ -100,7 +101,24 @@ class Compilation:
             return self._make(executor, derivative, differentiated)
 
     def _make(self, executor: str, derivative: Derivative, differentiated: Sequence[int]) -> Executable | Pair:
-        traced = self._trace(derivative, differentiated, native=executor != "onnxruntime")
+        facts = size_facts(self._context.fake_mode)
+        native = executor != "onnxruntime"
+        request = (derivative, list(differentiated), self._scaled, native, facts)
+        # inductor wants fake values of its own time
+        key = None if executor == "inductor" else TraceKey.of(self._graph, self._fakes, self._surroundings, *request)
+        traced = None if key is None else TRACES.get(key)
+        spare = None
+        if traced is None:
+            traced = self._trace(derivative, differentiated, native=native)
+            spare = None if key is None else copied(traced)
+        self._keep(traced, derivative)
+        unit = self._unit(executor, traced, derivative)
+        # what was assumed of open sizes on the way is known to the guards of this region only
+        if key is not None and spare is not None and size_facts(self._context.fake_mode) == facts:
+            TRACES.put(key, spare)
+        return unit
+
+    def _unit(self, executor: str, traced: Traced, derivative: Derivative) -> Executable | Pair:
         if derivative is not Derivative.TANGENTS:
             return self._compile(executor, traced)
         assert self.keeping is not None
@@ -109,6 +127,11 @@ class Compilation:
         backward = self._compile(executor, partition.backward)
         own = [(p, n in partition.own) for p, n in zip(forward.extra, partition.saved, strict=True)]
         return Pair(forward, backward, partition.kept, partition.copied, own, verified=not self._verify)
+
+    def _keep(self, traced: Traced, derivative: Derivative) -> None:
+        if derivative is not Derivative.NONE and self.keeping is None:
+            eager = EagerGraph.of(self._graph, self._layout.differentiable)
+            self.keeping = Keeping.of(traced, eager, self._name)
 
     def _compile(self, executor: str, traced: Traced, extra: Sequence[fx.Node] = ()) -> Executable:
         made: Executable
@@ -133,9 +156,6 @@ class Compilation:
         traced.outputs = [None if i in self._layout.views else o for i, o in enumerate(traced.outputs)]
         if overlap(self._fakes, list(traced.updates)):
             raise Untraceable("it changes a tensor that shares memory with another one it reads")
-        if derivative is not Derivative.NONE and self.keeping is None:
-            eager = EagerGraph.of(self._graph, self._layout.differentiable)
-            self.keeping = Keeping.of(traced, eager, self._name)
         return traced
 
     @contextlib.contextmanager
@@ -147,18 +167,11 @@ class Compilation:
         if TracingContext.try_get() is self._context:
             yield
             return
-        assumed = self._assumptions()
+        facts = size_facts(self._context.fake_mode)
         with tracing(self._context), torch.inference_mode(False):
             yield
-        if self._assumptions() != assumed:
+        if size_facts(self._context.fake_mode) != facts:
             raise Untraceable("it fits some sizes only, and is compiled after those that it is used for were settled")
-
-    def _assumptions(self) -> tuple[int, ...]:
-        mode = self._context.fake_mode
-        sizes = None if mode is None else mode.shape_env
-        return (
-            () if sizes is None else (len(sizes.guards), len(sizes.replacements), len(sizes.deferred_runtime_asserts))
-        )
 
 
 def _inductor() -> type[TorchExecutable]:

@@ -1,0 +1,197 @@
+"""Traces of this process, used again where the same graph is met: by a second Trainer, or the next run of a sweep."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from lightning_ort.compiler.global_state import Surroundings
+from lightning_ort.compiler.trace import Traced
+
+__all__ = ["TRACES", "TraceCache", "TraceKey", "copied", "size_facts"]
+
+_LARGEST_CONSTANT = 1 << 14
+"""entries of a tensor in a graph, up to which its values are compared"""
+_NODES = 30_000
+"""of all graphs that are kept"""
+
+
+@dataclasses.dataclass(frozen=True)
+class TraceKey:
+    """All that a trace follows from.
+
+    Attributes:
+        parts: what is compared.
+        targets: functions that the graph calls, which are compared by identity and so must live.
+    """
+
+    parts: Hashable
+    targets: tuple[Any, ...] = dataclasses.field(compare=False)
+
+    @classmethod
+    def of(
+        cls, graph: fx.GraphModule, fakes: Sequence[Any], surroundings: Surroundings, *request: Any
+    ) -> TraceKey | None:
+        """The key of Dynamo's ``graph``, or ``None`` where not all is known that a trace would depend on.
+
+        Args:
+            graph: Dynamo's.
+            fakes: its inputs.
+            surroundings: what it is computed under.
+            request: what is asked for.
+        """
+        targets: list[Any] = []
+        try:
+            code = _described_module(graph, targets)
+            inputs = _described_inputs(fakes)
+        except _UnknownError:
+            return None
+        settings = (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.backends.mkldnn.enabled,
+            torch.backends.cuda.flash_sdp_enabled(),
+            torch.backends.cuda.mem_efficient_sdp_enabled(),
+            torch.backends.cuda.math_sdp_enabled(),
+            tuple(sorted(surroundings.autocast.items(), key=str)),
+            surroundings.dtype,
+        )
+        return cls((code, inputs, settings, repr(request)), tuple(targets))
+
+
+class _UnknownError(Exception):
+    """Something that cannot be compared."""
+
+
+def _described_module(module: fx.GraphModule, targets: list[Any]) -> Hashable:
+    """Code, constants and the user's lines of a graph and of those inside of it."""
+    rows: list[Hashable] = [module.code]
+    for node in module.graph.nodes:
+        rows.append(node.meta.get("stack_trace"))
+        if node.op == "call_function":
+            targets.append(node.target)
+            rows.append(id(node.target))
+        elif node.op == "get_attr":
+            rows.append(_described_attribute(module, node.target, targets))
+        elif node.op == "call_module":
+            raise _UnknownError
+    return tuple(rows)
+
+
+def _described_attribute(module: torch.nn.Module, path: str, targets: list[Any]) -> Hashable:
+    value: Any = module
+    for part in path.split("."):
+        value = getattr(value, part)
+    if isinstance(value, fx.GraphModule):
+        if value.meta.get("_checkpoint_context_fn") is not None:
+            raise _UnknownError
+        return _described_module(value, targets)
+    if type(value) is not torch.Tensor or value.numel() > _LARGEST_CONSTANT or value.device.type != "cpu":
+        raise _UnknownError
+    return (*_geometry(value), str(value.tolist()))
+
+
+def _described_inputs(fakes: Sequence[Any]) -> Hashable:
+    storages: dict[int, int] = {}
+    rows: list[Hashable] = []
+    for x in fakes:
+        if isinstance(x, torch.Tensor):
+            if x.layout != torch.strided:
+                raise _UnknownError
+            storage = storages.setdefault(x.untyped_storage()._cdata, len(storages))
+            number = getattr(x, "item_memo", None) is not None
+            kind = isinstance(x, torch.nn.Parameter)
+            rows.append(
+                (*_geometry(x), storage, kind, number, x.requires_grad, x.is_conj(), x.is_neg(), x.is_inference())
+            )
+        else:
+            rows.append((type(x).__name__, str(x), *([x.node.hint] if hasattr(x, "node") else [])))
+    return tuple(rows)
+
+
+def _geometry(x: torch.Tensor) -> tuple[Hashable, ...]:
+    """Also of open sizes, by name and present value."""
+    sizes = [*x.shape, *x.stride(), x.storage_offset()]
+    known = tuple((str(s), None if isinstance(s, int) else s.node.hint) for s in sizes)
+    return x.dim(), known, x.dtype, str(x.device)
+
+
+def size_facts(mode: Any) -> tuple[Any, ...]:
+    """All that is known of open sizes, and has been assumed of them so far."""
+    sizes = None if mode is None else mode.shape_env
+    if sizes is None:
+        return ()
+    return (
+        tuple(str(guard.expr) for guard in sizes.guards),
+        tuple(sorted((str(a), str(b)) for a, b in sizes.replacements.items())),
+        tuple(sorted((str(symbol), str(span)) for symbol, span in sizes.var_to_range.items())),
+        len(sizes.deferred_runtime_asserts),
+    )
+
+
+class TraceCache:
+    """Keeps copies of traces, the latest ones, and gives out copies: executors rewrite what they get."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[Hashable, tuple[TraceKey, Traced]] = OrderedDict()
+
+    def get(self, key: TraceKey) -> Traced | None:
+        """A copy of the trace of ``key``, if there is one."""
+        found = self._kept.get(key.parts)
+        if found is None:
+            return None
+        self._kept.move_to_end(key.parts)
+        return copied(found[1])
+
+    def put(self, key: TraceKey, traced: Traced) -> None:
+        """Keep ``traced``, which nobody may rewrite any more."""
+        self._kept[key.parts] = key, traced
+        nodes = sum(len(kept.graph.nodes) for _, kept in self._kept.values())
+        while nodes > _NODES and self._kept:
+            _, (_, oldest) = self._kept.popitem(last=False)
+            nodes -= len(oldest.graph.nodes)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._kept.clear()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+
+TRACES = TraceCache()
+
+
+def copied(traced: Traced) -> Traced:
+    """A copy of a trace, with nodes of its own; constants and fake values are shared."""
+    graph = fx.Graph()
+    nodes: dict[fx.Node, fx.Node] = {}
+    results = graph.graph_copy(traced.graph, nodes)
+    graph.output(results)
+    graph.output_node().meta = dict(traced.graph.output_node().meta)
+
+    def own(value: Any) -> Any:
+        # what a draw was called with may be in no graph any more
+        return fx.node.map_arg(value, lambda node: nodes.get(node, node))
+
+    for node in nodes.values():
+        if "draw" in node.meta:
+            target, layout, args, kwargs = node.meta["draw"]
+            node.meta["draw"] = target, layout, own(args), own(kwargs)
+    return dataclasses.replace(
+        traced,
+        module=fx.GraphModule(traced.module, graph),
+        inputs=own(traced.inputs),
+        tangents=own(traced.tangents),
+        draws=own(traced.draws),
+        outputs=own(traced.outputs),
+        gradients=own(traced.gradients),
+        updates=own(traced.updates),
+        finite=own(traced.finite),
+    )
