@@ -14,6 +14,7 @@ from lightning_ort.errors import CheckpointError, DamagedFileError
 from lightning_ort.files.reading import cause_of, consistent, refusing
 from lightning_ort.files.safetensors_files import read_tensors, write_tensors
 from lightning_ort.files.writing import write_file
+from lightning_ort.optim.kinds import TORCH_STATES
 from lightning_ort.runtime.tensors import ONNX
 
 __all__ = [
@@ -133,6 +134,9 @@ def _state(described: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Train
         if STEP in rest:
             optimizer.step = _count(rest.pop(STEP))
         for name, states in given["moments"].items():
+            unknown = sorted(set(states) - TORCH_STATES.keys())
+            if unknown:
+                raise ValueError(f"it has {unknown} of {name!r}; expected some of {', '.join(TORCH_STATES)}")
             optimizer.moments[name] = {s: rest.pop(moment_name(s, name)) for s in states}
             for state, tensor in optimizer.moments[name].items():
                 if tensor.shape != parameters[name].shape or tensor.dtype != parameters[name].dtype:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lightning_ort.optim.settings import OptimizerSettings
+from lightning_ort.optim.settings import KINDS, OptimizerSettings
 
 __all__ = ["OptimizerState", "Property", "TrainingState"]
 
@@ -32,6 +32,10 @@ class OptimizerState:
     learning_rate: float
     step: int = 0
     moments: dict[str, dict[str, Tensor]] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"the optimizer is {self.kind[:100]!r}; expected one of {', '.join(KINDS)}")
 
     @classmethod
     def fresh(cls, settings: OptimizerSettings, trained: Mapping[str, Tensor]) -> OptimizerState:

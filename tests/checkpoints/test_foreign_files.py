@@ -16,12 +16,14 @@ import pytest
 import torch
 from fuzz.file_formats import FORMATS, onnx_model, read_checkpoint, read_gradients
 from onnx import TensorProto, helper, numpy_helper
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from lightning_ort import CheckpointError, ORTCheckpointIO
 from lightning_ort.checkpoints import ort_training as ort_checkpoint
 from lightning_ort.checkpoints import orttrainer as trainer_files
-from lightning_ort.checkpoints.state import TrainingState
+from lightning_ort.checkpoints.portable import save_checkpoint
+from lightning_ort.checkpoints.state import OptimizerState, TrainingState
 from lightning_ort.checkpoints.user_dict import decode
 from lightning_ort.errors import UnsupportedError
 from lightning_ort.files.onnx_models import save_onnx
@@ -74,8 +76,6 @@ def test_a_stranger_may_write_a_portable_checkpoint_again(tmp_path):
     """The checksums of its tensors are not taken over by those who change them, and so are not wrong."""
     path = tmp_path / "c.safetensors"
     FORMATS["portable_checkpoint"].make(tmp_path, 0)
-    from safetensors import safe_open
-
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
     tensors = {name: tensor + 1 for name, tensor in load_file(path).items()}
@@ -83,6 +83,29 @@ def test_a_stranger_may_write_a_portable_checkpoint_again(tmp_path):
     save_file(tensors, path, metadata)
     found = read_checkpoint("c.safetensors", tmp_path)[0]
     assert all(np.array_equal(found[name], value + 1) for name, value in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ('"kind": "AdamW"', '"kind": "x"', "the optimizer is 'x'; expected one of AdamW, Adam, SGD, Lamb"),
+        ('"moment_2"', '"moment_3"', r"it has \['moment_3'\] of '.*'; expected some of moment_1, moment_2"),
+    ],
+)
+def test_an_optimizer_that_nobody_knows(old, new, reason, tmp_path):
+    """It is the file that is wrong, and not the optimizer that is given it later."""
+    path = tmp_path / "c.safetensors"
+    w = {"w": torch.ones(2)}
+    moments = {"w": {"moment_1": torch.ones(2), "moment_2": torch.ones(2)}}
+    state = TrainingState(w, ("w",), optimizer=OptimizerState("AdamW", 0.1, 3, moments))
+    save_checkpoint(state, path, include_optimizer_state=True)
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    (key,) = [k for k, text in metadata.items() if old in text]
+    tensors = {name.replace("moment_2", new.strip('"')): tensor for name, tensor in load_file(path).items()}
+    save_file(tensors, path, metadata | {key: metadata[key].replace(old, new)})
+    with pytest.raises(CheckpointError, match=rf"c\.safetensors.* does not fit together: {reason}"):
+        CheckpointState.load_checkpoint(path)
 
 
 def test_graphs_of_two_writings_are_refused(tmp_path):
