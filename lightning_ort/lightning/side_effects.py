@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, MutableSequence
 from typing import Any
 
 import torch
+from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from torchmetrics import Metric, MetricCollection
 
-__all__ = ["GrowingList", "GrowingLists", "LogRecorder", "appended_attributes", "results_stay"]
+__all__ = ["GrowingList", "GrowingLists", "LogRecorder", "appended_attributes", "logged_so_far", "results_stay"]
 
 
 def _snapshot(value: Any) -> Any:
@@ -160,7 +161,22 @@ class LogRecorder:
             self._collecting = before
 
 
-# Private, for want of a public way: Lightning makes its results itself, and only their class can be reached.
+# Private, for want of a public way: Lightning makes its results and the object that has them itself.
+
+
+def logged_so_far(connector: _LoggerConnector, recorder: LogRecorder) -> _LoggerConnector:
+    """What stands in for ``connector`` in a step: the same, but ``trainer.callback_metrics`` and its like know what the
+    step has logged.
+    """
+
+    def read(name: str) -> Any:
+        getter = recorder.after_what_came_before(getattr(_LoggerConnector, name).fget)
+        return property(torch.compiler.disable(getter, reason="the Trainer's metrics are plain Python"))
+
+    names = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+    same = object.__new__(type("_LoggedSoFar", (type(connector),), {name: read(name) for name in names}))
+    same.__dict__ = connector.__dict__
+    return same
 
 
 @contextlib.contextmanager

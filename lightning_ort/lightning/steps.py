@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch._dynamo.config
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import Optimizer
@@ -19,7 +19,13 @@ from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS, DynamoObserver, no_fast_path, with_own_code
 from lightning_ort.compiler.executors.executable import Executable
 from lightning_ort.compiler.plan import Fallback
-from lightning_ort.lightning.side_effects import GrowingLists, LogRecorder, appended_attributes, results_stay
+from lightning_ort.lightning.side_effects import (
+    GrowingLists,
+    LogRecorder,
+    appended_attributes,
+    logged_so_far,
+    results_stay,
+)
 from lightning_ort.report import InTorch, Report, StepReport
 
 __all__ = ["CompiledSteps"]
@@ -59,6 +65,7 @@ class CompiledSteps:
         self._backend = backend
         self._replaced["__deepcopy__"] = _deepcopy_without(self._replaced, module, self._recorder)
         self._replaced_in = [(module.__dict__, self._replaced), *_metric_methods(module, self._recorder)]
+        self._trainer: list[tuple[Namespace, Namespace]] = []
         self._optimizers: list[Optimizer] = []
         self._optimizer_steps: dict[int, tuple[Any, Namespace]] = {}
         self._compiled: dict[str, Callable[..., Any]] = {}
@@ -89,7 +96,7 @@ class CompiledSteps:
         self._running.calls += 1
         compilations, failures = self._observer.compilations, self._observer.failures
         self._lists.place()
-        replaced_in = [*self._replaced_in, *map(self._outside, self._optimizers)]
+        replaced_in = [*self._replaced_in, *self._trainer, *map(self._outside, self._optimizers)]
         hidden = [_replace(*replacement) for replacement in replaced_in]
         try:
             result = compiled(*args, **kwargs)
@@ -108,6 +115,12 @@ class CompiledSteps:
             self._running = outer
         self._recorder.flush()
         return result
+
+    def set_trainer(self, trainer: Trainer) -> None:
+        """The Trainer that the module is trained by, whose metrics a step may read."""
+        self._trainer = [
+            (trainer.__dict__, {"_logger_connector": logged_so_far(trainer._logger_connector, self._recorder)})
+        ]
 
     def set_optimizers(self, optimizers: Sequence[Any]) -> None:
         """The optimizers in use, whose updates have no place in a graph, whoever asks for them."""

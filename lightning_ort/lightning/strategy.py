@@ -251,6 +251,7 @@ class ORTStrategy(SingleDeviceStrategy):
                 self._config, on_unsupported=self._on_unsupported, verify=self._verify, scaling=scaling
             )
             self._steps = CompiledSteps(self.lightning_module, backend, self._report)
+        self._steps.set_trainer(trainer)
         self._steps.set_optimizers(self.optimizers)
         self._steps.install()
 

@@ -438,6 +438,25 @@ def test_logging_between_computations():
     assert_fit_parity(LogsMidway, table, logger=MemoryLogger)
 
 
+class ReadsLogged(Regressor):
+    """Asks the Trainer for what the step itself has logged, of this batch and of those before."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("first", loss, on_step=True, on_epoch=True)
+        self.log("twice", 2.0 * float(self.trainer.callback_metrics["first"]), prog_bar=True)
+        self.log("thrice", 1.5 * self.trainer.progress_bar_metrics["twice"])
+        self.log("known", float(len(self.trainer.logged_metrics)))
+        return loss
+
+
+def test_logged_values_read_by_the_step():
+    """They are those of this step, not of the one before."""
+    eager, other = assert_fit_parity(ReadsLogged, curve, logger=MemoryLogger, max_steps=6)
+    for run in (eager, other):
+        assert all(row["thrice"] == pytest.approx(3 * row["first_step"]) for _, row in run.trainer.logger.rows[:6])
+
+
 class BreaksGraphs(Regressor):
     """Leaves tensors for numbers and numpy in the middle of the step, and comes back."""
 
