@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,11 +37,15 @@ class FirstRun:
         wanted: numbers of the inputs that want a gradient.
         device: what computes; tensors live there or on the CPU.
         surroundings: what the region is computed under.
+
+    Attributes:
+        changed: numbers of the inputs that the region changes.
     """
 
     def __init__(
         self, graph: fx.GraphModule, wanted: Sequence[int], device: torch.device, surroundings: Surroundings
     ) -> None:
+        self.changed: Collection[int] = ()
         self._graph, self._wanted, self._device, self._surroundings = graph, wanted, device, surroundings
         self._names = _names(graph)
         self._done: set[int] = set()
@@ -192,6 +196,7 @@ class FirstRun:
                 scaled,
                 self._wanted,
                 dtype=dtype,
+                changed=self.changed,
                 surroundings=self._surroundings,
                 noise=noise,
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ def evaluate(
     wanted: Sequence[int],
     *,
     dtype: torch.dtype | None = None,
+    changed: Collection[int] = (),
     surroundings: Surroundings | None = None,
     noise: contextlib.AbstractContextManager[Any] | None = None,
 ) -> Results:
@@ -64,13 +65,14 @@ def evaluate(
         wanted: input numbers whose gradients are taken.
         dtype: compute in this type instead of the inputs' own floating-point types, and instead of those that the
             region converts to.
+        changed: those among ``wanted`` that ``region`` changes, without autograd.
         surroundings: what ``region`` is computed under, by default the present ones. (Autocast leaves float64 alone.)
         noise: a :class:`~lightning_ort.compiler.rounding.RoundingNoise` to compute under.
     """
     grad = bool(incoming) or torch.is_grad_enabled()
     # tensors made in inference mode have no version, by which changes in place are found
     with torch.inference_mode(False), torch.set_grad_enabled(grad), noise or contextlib.nullcontext():
-        return _evaluate(region, args, incoming, wanted, dtype, surroundings or Surroundings.present())
+        return _evaluate(region, args, incoming, wanted, dtype, changed, surroundings or Surroundings.present())
 
 
 def _evaluate(
@@ -79,6 +81,7 @@ def _evaluate(
     incoming: Mapping[int, torch.Tensor | None],
     wanted: Sequence[int],
     dtype: torch.dtype | None,
+    changed: Collection[int],
     surroundings: Surroundings,
 ) -> Results:
     local: list[Any] = []
@@ -87,7 +90,8 @@ def _evaluate(
             x = x.detach()
             if dtype and x.is_floating_point():
                 x = x.to(dtype)
-            x = x.requires_grad_() if i in wanted else x.clone()
+            x = x.clone() if i not in wanted or i in changed else x
+            x.requires_grad_(i in wanted)
         local.append(x)
     converted = contextlib.nullcontext() if dtype is None else ConversionsTo(dtype)
     with surroundings.applied(), converted:
@@ -106,7 +110,7 @@ def _evaluate(
         {
             i: x.detach()
             for i, x in enumerate(local)
-            if isinstance(x, torch.Tensor) and i not in wanted and not _is_same(x, args[i])
+            if isinstance(x, torch.Tensor) and (i not in wanted or i in changed) and not _is_same(x, args[i])
         },
     )
 

@@ -159,7 +159,7 @@ class Region:
         if self._compilation.keeping is not None:
             reached = frozenset[int]().union(*self._compilation.keeping.eager.reached.values())
             self._edges = [i if i in reached else None for i in self.wanted]
-        self._changed = [i for i, _ in executable.updates]
+        self._changed = self.first_run.changed = [i for i, _ in executable.updates]
         self.has_draws = executable.has_draws
         self._layout.learn(executable)
         self.outputs_by_position = self._layout.differentiable_positions
@@ -174,7 +174,7 @@ class Region:
             inputs, incoming = self._inputs(args), self._ones(unit, args)
             tangents = [g for g in incoming.values() if g is not None]
             request = (self.graph, args, incoming, self.wanted)
-            eager = functools.partial(evaluate, *request, surroundings=self._surroundings)
+            eager = functools.partial(evaluate, *request, changed=self._changed, surroundings=self._surroundings)
             found = contest.settle(unit, lambda other: _run_whole(other, inputs, tangents), eager)
         if found is not None:
             self._contest = None

@@ -115,6 +115,9 @@ def trace(
         Untraceable: a reason why this region is not a functional graph.
     """
     wanted = [i for i, x in enumerate(fakes) if isinstance(x, torch.Tensor) and x.requires_grad]
+    # also of no interest, gradients may be passed on by what the region changes
+    grad = derivative is not Derivative.NONE or (bool(wanted) and torch.is_grad_enabled())
+    tracked = wanted if grad else []
     if derivative is Derivative.NONE:
         wanted = []
     tangent_fakes = _tangents(region, differentiated) if derivative is Derivative.TANGENTS else []
@@ -133,13 +136,18 @@ def trace(
             elif _is_number(fakes[i]):  # a copy would not know the number
                 local.append(x)
             else:
-                local.append(x.detach().clone())
+                local.append(x.detach().clone().requires_grad_(i in tracked))
         leaves = [local[i] for i in wanted]
         versions = [leaf._version for leaf in leaves]
         with settings.applied():
-            outputs = CheckpointTracer(region).run(*local)
+            try:
+                outputs = CheckpointTracer(region).run(*local)
+            except RuntimeError as error:  # what is a leaf here is a result of the user's
+                raise Untraceable(_CHANGED) if "leaf Variable that requires grad" in str(error) else error from None
         if [leaf._version for leaf in leaves] != versions:
-            raise Untraceable("a tensor that requires a gradient is changed in place")
+            raise Untraceable(_CHANGED)
+        if any(isinstance(x, torch.Tensor) and x.requires_grad and i not in tracked for i, x in enumerate(local)):
+            raise Untraceable("a tensor gets values in place that require a gradient")
         gradients: Sequence[Any] = ()
         finite = None
         changes = [x._version for x in local if isinstance(x, torch.Tensor)]
@@ -158,8 +166,11 @@ def trace(
         flat = [*outputs, *gradients, *left, finite]
         return [x.detach() if isinstance(x, torch.Tensor) else x for x in flat]
 
-    module = _functional_graph(joint, list(fakes), tangent_fakes, grad=derivative is not Derivative.NONE, native=native)
+    module = _functional_graph(joint, list(fakes), tangent_fakes, grad=grad, native=native)
     return _signature(module, fakes, wanted, differentiated if tangent_fakes else (), native)
+
+
+_CHANGED = "a tensor that requires a gradient is changed in place"
 
 
 def _is_number(fake: Any) -> bool:

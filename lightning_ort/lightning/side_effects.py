@@ -174,7 +174,9 @@ def logged_so_far(connector: _LoggerConnector, recorder: LogRecorder) -> _Logger
         return property(torch.compiler.disable(getter, reason="the Trainer's metrics are plain Python"))
 
     names = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
-    same = object.__new__(type("_LoggedSoFar", (type(connector),), {name: read(name) for name in names}))
+    same: _LoggerConnector = object.__new__(
+        type("_LoggedSoFar", (type(connector),), {name: read(name) for name in names})
+    )
     same.__dict__ = connector.__dict__
     return same
 

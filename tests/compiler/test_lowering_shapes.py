@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from graph_harness import BATCH, Case, check, op_types
 from torch import Tensor, randn
 
@@ -160,6 +161,19 @@ SYMBOLIC = [
         lambda x: x.new_zeros(x.shape[0] * 2, 3).slice_scatter(x, 0, x.shape[0] // 2, x.shape[0] // 2 + x.shape[0]),
         one(3),
     ),
+    # sizes as other arguments than sizes
+    Case("ignored_class", lambda x: F.cross_entropy(x, torch.arange(x.shape[0]), ignore_index=x.shape[0] - 1), one(8)),
+    Case(
+        "ignored_class_of_pixels",
+        lambda x: F.cross_entropy(
+            x, torch.arange(3).expand(x.shape[0], 3), ignore_index=x.shape[0] - 4, reduction="sum"
+        ),
+        one(3, 3),
+    ),
+    Case("threshold", lambda x: F.threshold(x, 1 / x.shape[0], x.shape[0]), one(3)),
+    Case("correction", lambda x: x.var(0, correction=x.shape[0] - 3) * x.std(correction=x.shape[0] // 4), one(3)),
+    Case("correction_of_few", lambda x: x.var(1, correction=x.shape[0] // 4), one(3)),
+    Case("padding_row", lambda x: F.embedding(torch.arange(x.shape[0]), x, padding_idx=x.shape[0] - 1), one(3)),
 ]
 
 

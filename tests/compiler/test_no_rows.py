@@ -8,13 +8,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_ort.compiler import ORTBackend
+from lightning_ort.compiler.lowering.registry import LOWERINGS
 from lightning_ort.compiler.plan import Plan, _Rejected
 from lightning_ort.runtime.config import RuntimeConfig
 
 
 def assert_like_eager(step, module: nn.Module, batches, **options):
     """Compare results and gradients of ``step`` for each of the batches, drawn from the same seed."""
-    compiled = torch.compile(step, backend=ORTBackend(on_unsupported="error", **options))
+    compiled = torch.compile(step, backend=ORTBackend(**{"on_unsupported": "error", **options}))
     for number, x in enumerate(batches):
         found = []
         for function in (step, compiled):
@@ -44,6 +45,20 @@ class Padded(nn.Module):
 def test_a_number_without_an_onnx_form():
     module = Padded()
     assert_like_eager(module, module, [torch.randint(0, 10, shape) for shape in ((4, 7), (4, 9), (4, 2))])
+
+
+def test_a_number_where_a_constant_is_needed(monkeypatch):
+    """An operator that is written for constants runs in torch when a size is given to it, and the report says so."""
+
+    def written_for_constants(g, node, x, diagonal):
+        return g.op("Trilu", g.value(x), g.constant(int(diagonal), torch.int64), upper=0)
+
+    monkeypatch.setitem(LOWERINGS, torch.ops.aten.tril.default, written_for_constants)
+    net, reasons = nn.Linear(3, 3), []
+    batches = [torch.randn(n, 3) for n in (3, 5, 8)]
+    step = lambda x: net(x).tril(2 - x.shape[0]).sin()  # noqa: E731
+    assert_like_eager(step, net, batches, on_unsupported="torch", on_fallback=reasons.extend)
+    assert {r.reason for r in reasons} == {"aten.tril.default with a number that changes"}
 
 
 def test_strides_are_those_of_eager():

@@ -34,7 +34,7 @@ def threshold_backward(g: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node
     """
     dtype = dtype_of(node)
     gradient, value = operands(g, node, dtype, grad, x)
-    stopped = g.op("LessOrEqual", value, g.constant(threshold, dtype))
+    stopped = g.op("LessOrEqual", value, g.operand(threshold, dtype))
     if has_vector_where() or not is_finite(grad, products=True):
         return g.op("Where", stopped, g.constant(0, dtype), gradient)
     passes = g.op("Sub", g.constant(1, dtype), g.cast(stopped, torch.bool, dtype))

@@ -12,6 +12,7 @@ from torch import fx
 
 from lightning_ort.compiler.lowering.registry import LOWERINGS, NotLowered
 from lightning_ort.compiler.passes.recompute import SIZES
+from lightning_ort.compiler.symbolic_shapes import is_number
 from lightning_ort.runtime.tensors import NUMPY, ONNX
 
 __all__ = ["IR_VERSION", "OPSET", "Dim", "GraphBuilder", "dtype_of", "rank_of", "shape_of"]
@@ -108,8 +109,11 @@ class GraphBuilder:
         written, checks, self._scope = len(self.nodes), len(self._checks), node.name
         try:
             self._values[node] = function(self, node, *node.args, **node.kwargs)
-        except NotLowered:
+        except (NotLowered, TypeError) as error:
             del self.nodes[written:], self._checks[checks:]
+            if isinstance(error, TypeError) and any(is_number(n) for n in node.all_input_nodes):
+                # a number that is computed from sizes where a constant is needed
+                raise NotLowered(f"{node.target} with a number that changes") from error
             raise
         _note_sizes(self._values[node], node.meta.get("val"))  # an assertion has none
 

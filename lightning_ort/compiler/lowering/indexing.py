@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.lowering.bounds import positions, wrapping_positions
-from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, rank_of, shape_of
+from lightning_ort.compiler.lowering.builder import Dim, GraphBuilder, dtype_of, rank_of, shape_of
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
 from lightning_ort.compiler.lowering.shapes import is_empty, positive, same_shape
 from lightning_ort.runtime.tensors import NUMPY
@@ -226,7 +226,7 @@ def embedding(
     node: fx.Node,
     weight: fx.Node,
     indices: fx.Node,
-    padding_idx: int = -1,
+    padding_idx: Dim = -1,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> ir.Value:
@@ -240,14 +240,14 @@ def embedding_dense_backward(
     grad: fx.Node,
     indices: fx.Node,
     num_weights: int,
-    padding_idx: int,
+    padding_idx: Dim,
     scale_grad_by_freq: bool,
 ) -> ir.Value:
     dtype, width = dtype_of(grad), shape_of(grad)[-1]
     rows = g.op("Reshape", g.value(grad), g.ints([-1, int(width)]))
     flat = g.op("Reshape", positions(g, indices, num_weights), g.ints([-1, 1]))
-    if padding_idx >= 0:
-        kept = g.op("Not", g.op("Equal", flat, g.constant(padding_idx, torch.int64)))
+    if isinstance(padding_idx, fx.Node) or padding_idx >= 0:
+        kept = g.op("Not", g.op("Equal", flat, g.operand(padding_idx, torch.int64)))
         rows = g.op("Where", kept, rows, g.constant(0, dtype))
     if scale_grad_by_freq:
         ones = g.op("Expand", g.constant([[1]], dtype), g.op("Shape", flat))

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.lowering.bounds import unwrapped
-from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, rank_of, shape_of
+from lightning_ort.compiler.lowering.builder import Dim, GraphBuilder, dtype_of, rank_of, shape_of
 from lightning_ort.compiler.lowering.registry import lowers
 
 aten = torch.ops.aten
@@ -31,16 +31,17 @@ class _Targets:
         axes: that axis, for an operator.
     """
 
-    def __init__(self, g: GraphBuilder, x: fx.Node, target: fx.Node, weight: fx.Node | None, ignore_index: int) -> None:
+    def __init__(self, g: GraphBuilder, x: fx.Node, target: fx.Node, weight: fx.Node | None, ignore_index: Dim) -> None:
         self._g, self._dtype, self._weight = g, dtype_of(x), weight
         self.axes = g.ints([_class_axis(x)])
         numbers = g.op("Unsqueeze", g.operand(target, torch.int64), self.axes)
-        self.counts = g.op("Not", g.op("Equal", numbers, g.constant(ignore_index, torch.int64)))
+        self.counts = g.op("Not", g.op("Equal", numbers, g.operand(ignore_index, torch.int64)))
         self.ones = g.cast(self.counts, torch.bool, self._dtype)
         self.index = unwrapped(g, g.op("Mul", numbers, g.cast(self.counts, torch.bool, torch.int64)))
         classes = shape_of(x)[_class_axis(x)]
         last = f"{classes - 1}" if isinstance(classes, int) else "the number of classes - 1"
-        g.accept(f"0 to {last}, and {ignore_index} for what does not count")
+        ignored = ignore_index if isinstance(ignore_index, int) else "ignore_index"
+        g.accept(f"0 to {last}, and {ignored} for what does not count")
 
     def counted(self, value: ir.Value) -> ir.Value:
         """``value`` where a target counts, else 0, whatever ``value`` is there."""
@@ -65,7 +66,7 @@ def nll_loss(
     target: fx.Node,
     weight: fx.Node | None,
     reduction: int,
-    ignore_index: int,
+    ignore_index: Dim,
 ) -> Any:
     """The loss, and the sum of the weights."""
     targets = _Targets(g, x, target, weight, ignore_index)
@@ -111,7 +112,7 @@ def nll_loss_backward(
     target: fx.Node,
     weight: fx.Node | None,
     reduction: int,
-    ignore_index: int,
+    ignore_index: Dim,
     total: fx.Node,
 ) -> ir.Value:
     targets = _Targets(g, x, target, weight, ignore_index)

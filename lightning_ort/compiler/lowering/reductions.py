@@ -267,13 +267,13 @@ def _variance(g: GraphBuilder, x: fx.Node, dim: Any, correction: Any, keepdim: b
     centred = g.op("Sub", value, mean)
     squares = reduced(g, "ReduceSum", g.op("Mul", centred, centred), axes, keepdim)
     sizes = [shape_of(x)[a] for a in axes]
-    if all(isinstance(n, int) for n in sizes):
+    if all(isinstance(n, int) for n in sizes) and not isinstance(correction, fx.Node):
         count = math.prod(sizes) - correction
         # without a degree of freedom the quotient is 0 / 0
         variance = g.op("Mul", squares, g.constant(1 / count if count > 0 else math.inf, dtype))
     else:
         numel = reduced(g, "ReduceProd", g.op("Gather", g.op("Shape", value), g.ints(axes), axis=0), [0])
-        count = g.op("Sub", g.cast(numel, torch.int64, dtype), g.constant(correction, dtype))
+        count = g.op("Sub", g.cast(numel, torch.int64, dtype), g.operand(correction, dtype))
         variance = g.op("Div", squares, g.op("Max", count, g.constant(0, dtype)))
     if not keepdim and axes:
         mean = g.op("Squeeze", mean, g.ints(axes))

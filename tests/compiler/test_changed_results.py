@@ -1,0 +1,140 @@
+"""What one region gives and the next one changes in place, with and without gradients that follow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo import graph_break
+
+from lightning_ort.compiler import ORTBackend
+
+
+def by_numbers(net, x):
+    y = net(x)
+    graph_break()
+    y[torch.tensor([0, 2])] = torch.full((2, 4), 3.0)
+    graph_break()
+    return y.sin().sum()
+
+
+def by_a_factor(net, x):
+    y = net(x)
+    graph_break()
+    y.mul_(2.0)
+    graph_break()
+    return y.sin().sum()
+
+
+def by_other_results(net, x):
+    y = net(x)
+    graph_break()
+    y += net(x)
+    y[0] = net(x)[1]
+    graph_break()
+    return y.square().sum()
+
+
+def by_data(net, x):
+    y = net(x)
+    graph_break()
+    y.copy_(x * 2)
+    graph_break()
+    return y.square().sum() + net(x).sum()
+
+
+def beside_an_output(net, x):
+    """The region that changes it has an output with a gradient as well."""
+    y = net(x)
+    graph_break()
+    z = net(x).cos()
+    y[1] = z[0]
+    graph_break()
+    return (y * z).sum()
+
+
+def collected(net, x):
+    """Gradients pass through a tensor that had none, and are easily lost."""
+    rows = torch.zeros(3, 4)
+    graph_break()
+    rows[1] = net(x)[0]
+    graph_break()
+    return rows.square().sum() + net(x).mean()
+
+
+def collected_beside_an_output(net, x):
+    rows = torch.zeros(3, 4)
+    graph_break()
+    z = net(x)
+    rows[1] = z[0]
+    graph_break()
+    return (rows + z).square().sum()
+
+
+def detached(net, x):
+    y = net(x)
+    graph_break()
+    y.detach().mul_(2.0)
+    graph_break()
+    return y.square().sum()
+
+
+def without_gradients(net, x):
+    y = net(x)
+    graph_break()
+    with torch.no_grad():
+        y.mul_(2.0)
+    graph_break()
+    return y.square().sum()
+
+
+STEPS = (
+    by_numbers, by_a_factor, by_other_results, by_data, beside_an_output, collected, collected_beside_an_output,
+    detached, without_gradients,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_changed_by_the_next_region(step):
+    """Values and gradients are eager's, and nothing is changed twice, whether first runs are compared or not."""
+    torch.manual_seed(0)
+    net, batches = nn.Linear(4, 4), torch.randn(2, 3, 4)
+
+    def run(function):
+        found = []
+        for x in batches:
+            net.zero_grad()
+            loss = function(net, x.clone())
+            loss.backward()
+            found += [loss.detach(), net.weight.grad.clone(), net.bias.grad.clone()]
+        return found
+
+    wanted = run(step)
+    for verify in (True, False):
+        torch._dynamo.reset()
+        for got, expected in zip(run(torch.compile(step, backend=ORTBackend(verify=verify))), wanted, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("inside", [True, False], ids=["no_grad inside", "no_grad outside"])
+def test_weights_changed_without_gradients(inside, verify):
+    """A moving average of weights that could be trained is made once in each step, in ONNX Runtime."""
+    torch.manual_seed(0)
+    teacher, net, graphs, reasons = nn.Linear(4, 4), nn.Linear(4, 4), [], []
+
+    def step():
+        with torch.no_grad():
+            for old, new in zip(teacher.parameters(), net.parameters(), strict=True):
+                old.lerp_(new, 0.1)
+
+    backend = ORTBackend(verify=verify, on_graph=graphs.append, on_fallback=reasons.extend)
+    compiled = torch.compile(step, backend=backend)
+    wanted = [p.detach().clone() for p in teacher.parameters()]
+    for _ in range(3):
+        with torch.set_grad_enabled(inside):
+            compiled()
+        wanted = [old.lerp(new.detach(), 0.1) for old, new in zip(wanted, net.parameters(), strict=True)]
+    for got, expected in zip(teacher.parameters(), wanted, strict=True):
+        torch.testing.assert_close(got.detach(), expected)
+    assert graphs and not reasons
