@@ -31,8 +31,8 @@ _BUDGET = 0.15
 """seconds after which no further round of a race begins"""
 _FEWEST, _MOST = 3, 40
 """rounds"""
-_LONG = 0.5
-"""seconds after which the first round is enough"""
+_LONG = 0.2
+"""seconds of a run that is not to be repeated often, and may have much in memory"""
 _PROMISING = 2.0
 """how often as long as ONNX Runtime eager may take for a graph in torch to be tried: one that eager's kernels run
 without autograd saves a part of that, and compiling it takes time"""
@@ -74,25 +74,44 @@ def measures(config: RuntimeConfig, device: torch.device) -> bool:
     )
 
 
-def race(runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+def race(
+    runs: Mapping[str, Callable[[], object]], release: Callable[[str], object] = lambda name: None
+) -> dict[str, float]:
     """Seconds of one run of each, run in turns, which has each begin with the threads of the others still about.
 
-    The first run of each does not count: kernels are chosen and memory is found then.
+    The first run of each does not count: kernels are chosen and memory is found then. Long ones run one after the
+    other: what they have in memory would not be there twice in a training.
+
+    Args:
+        runs: what is run, by name.
+        release: gives back what the one of that name holds of memory.
     """
-    for run in runs.values():
-        run()
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    first, *others = runs
+    if _timed(runs[first]) > _LONG:
+        seconds = {}
+        for name, run in runs.items():
+            if name != first:
+                run()
+            seconds[name] = min(_timed(run) for _ in range(2))
+            release(name)
+        return seconds
+    for name in others:
+        runs[name]()
+    times: dict[str, list[float]] = {name: [] for name in runs}
     began = time.perf_counter()
     for done in range(1, _MOST + 1):
         for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - start)
-        passed = time.perf_counter() - began
-        if (done >= _FEWEST and passed > _BUDGET) or passed > _LONG:
+            times[name].append(_timed(run))
+        if done >= _FEWEST and time.perf_counter() - began > _BUDGET:
             break
     # what else the machine does only ever adds to a run
-    return {name: sorted(times)[len(times) // 4] for name, times in seconds.items()}
+    return {name: sorted(row)[len(row) // 4] for name, row in times.items()}
+
+
+def _timed(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
 
 
 Unit = TypeVar("Unit")
@@ -110,7 +129,11 @@ class Contest(Generic[Unit]):
         self._key, self._rivals = key, rivals
 
     def settle(
-        self, unit: Unit, run: Callable[[Unit], object], eager: Callable[[], object]
+        self,
+        unit: Unit,
+        run: Callable[[Unit], object],
+        eager: Callable[[], object],
+        release: Callable[[Unit], object] = lambda unit: None,
     ) -> tuple[Unit, Choice] | None:
         """The fastest one; ``None`` if these inputs are refused, which the next run will explain.
 
@@ -118,13 +141,19 @@ class Contest(Generic[Unit]):
             unit: what ONNX Runtime runs.
             run: runs a unit.
             eager: computes the same by Dynamo's graph.
+            release: runs a unit such that it gives back what it has in memory.
         """
+        units = {"onnxruntime": unit}
+
+        def give_back(name: str) -> None:
+            if name in units:
+                release(units[name])
+
         try:
-            seconds = race({"onnxruntime": lambda: run(unit), "eager": eager})
+            seconds = race({"onnxruntime": lambda: run(unit), "eager": eager}, give_back)
         except Exception:
             return None
         hopeless = {"torch"} if seconds.pop("eager") > _PROMISING * seconds["onnxruntime"] else set()
-        units = {"onnxruntime": unit}
         for name, make in self._rivals.items():
             if name not in hopeless:
                 # what ONNX Runtime can and another cannot is no reason to stop
@@ -133,7 +162,8 @@ class Contest(Generic[Unit]):
                     run(made)
                     units[name] = made
         if len(units) > 1:
-            seconds = race({name: functools.partial(run, candidate) for name, candidate in units.items()})
+            runs = {name: functools.partial(run, candidate) for name, candidate in units.items()}
+            seconds = race(runs, give_back)
         choice = Choice.among(seconds, "onnxruntime")
         MEMORY.put(self._key, choice)
         return units[choice.executor], choice

@@ -75,6 +75,7 @@ class Plan:
         self._sizes = Sizes(self._inputs)
         self._reasons: dict[fx.Node, str] = {}
         self._numbers: list[Callable[[Sequence[Any]], tuple[Any, ...]]] = []
+        self.sessions: list[OrtSession] = []
         self.on_cpu: list[str] = []
         self._preferred = better_in_torch(module.graph, sessions)
         self._place()
@@ -236,6 +237,7 @@ class Plan:
             if node is None:
                 raise
             raise _Rejected(_owner(node), _first_line(str(error))) from error
+        self.sessions.append(session)
         self.on_cpu += session.on_cpu or ()
         return session, inputs
 

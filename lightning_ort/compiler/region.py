@@ -23,6 +23,7 @@ from lightning_ort.compiler.outputs import OutputLayout, overlap
 from lightning_ort.compiler.reference import ForkedRNG, evaluate
 from lightning_ort.compiler.trace import Derivative, Untraceable, fake_inputs
 from lightning_ort.runtime.factory import SessionFactory
+from lightning_ort.runtime.memory import release_free_memory
 
 __all__ = ["Region"]
 
@@ -143,7 +144,7 @@ class Region:
         """Take into use for good."""
         self._take(unit)
         self._choice = choice or self._choice
-        first, *others = [unit.forward, unit.backward] if isinstance(unit, Pair) else [unit]
+        first, *others = _executables(unit)
         first.milliseconds, first.choosing_seconds = {} if choice is None else choice.milliseconds, seconds
         for executable in (first, *others):
             self._on_chosen(executable)
@@ -175,7 +176,17 @@ class Region:
             tangents = [g for g in incoming.values() if g is not None]
             request = (self.graph, args, incoming, self.wanted)
             eager = functools.partial(evaluate, *request, changed=self._changed, surroundings=self._surroundings)
-            found = contest.settle(unit, lambda other: _run_whole(other, inputs, tangents), eager)
+
+            def run(other: Executable | Pair) -> None:
+                _run_whole(other, inputs, tangents)
+
+            def release(other: Executable | Pair) -> None:
+                for executable in _executables(other):
+                    executable.shrink()
+                run(other)
+                release_free_memory()
+
+            found = contest.settle(unit, run, eager, release)
         if found is not None:
             self._contest = None
             self._choose(*found, time.perf_counter() - began)
@@ -354,6 +365,10 @@ class Region:
                     allow_unused=True,
                 )
             )
+
+
+def _executables(unit: Executable | Pair) -> list[Executable]:
+    return [unit.forward, unit.backward] if isinstance(unit, Pair) else [unit]
 
 
 def _run_whole(unit: Executable | Pair, inputs: Sequence[Any], incoming: Sequence[torch.Tensor]) -> None:

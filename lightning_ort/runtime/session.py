@@ -24,6 +24,9 @@ __all__ = ["OrtSession"]
 _BINDINGS = 4
 
 
+_SHRINKING = {"memory.enable_memory_arena_shrinkage": "cpu:0"}
+
+
 class _Binding:
     """One IOBinding and the addresses it holds."""
 
@@ -75,6 +78,7 @@ class OrtSession:
         self._places = places or {}
         self._bindings: dict[int, _Binding] = {}
         self._latest: _Binding | None = None
+        self._shrinks = False
 
     def run(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         """Compute ``outputs`` from ``inputs``, both in the order of the graph; outputs must be contiguous.
@@ -129,6 +133,10 @@ class OrtSession:
     def _execute(self, io: onnxruntime.IOBinding, *, waiting: bool) -> None:
         """Run; ``waiting`` for a GPU until it is done, because memory of the host takes part."""
         try:
+            if self._shrinks:
+                self._shrinks = False
+                self.inner.run_with_iobinding(io, _run_options(**_SHRINKING))
+                return
             if self._queue is None:
                 self.inner.run_with_iobinding(io, self._waiting)
                 return
@@ -153,6 +161,10 @@ class OrtSession:
         if refused is None:
             raise error
         raise refused from error
+
+    def shrink(self) -> None:
+        """Have the next run on the CPU give back the memory that it needs for values between operators."""
+        self._shrinks = self._queue is None
 
     @property
     def has_run(self) -> bool:

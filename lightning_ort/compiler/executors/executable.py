@@ -123,6 +123,10 @@ class Executable(ABC):
     def run(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
         """All results for the inputs (and tangents) of one run."""
 
+    @abstractmethod
+    def shrink(self) -> None:
+        """Have the next run give back the memory of its values when it ends, instead of keeping it for later ones."""
+
     def numbers(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Outputs that are Python numbers; 0 in the place of tensors."""
         return self._numbers(inputs)

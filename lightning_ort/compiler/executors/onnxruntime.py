@@ -53,6 +53,10 @@ class ORTExecutable(Executable):
         self._draw = drawer(traced.draws, sizes, device)
         self.fallbacks, self.preferred, self.on_cpu = self.plan.fallbacks, self.plan.preferred, self.plan.on_cpu
 
+    def shrink(self) -> None:
+        for session in self.plan.sessions:
+            session.shrink()
+
     def run(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
         draws = self._draw(inputs) if self.has_draws else ()
         results = self._allocate(inputs)

@@ -87,6 +87,9 @@ class TorchExecutable(Executable):
                 self._is_first = False
         return results
 
+    def shrink(self) -> None:
+        """Nothing: each value is given back after its last use."""
+
     def _separate(self, results: list[torch.Tensor], inputs: Iterable[torch.Tensor]) -> None:
         """Copy results that share memory although no operator says so, in this run and those to come."""
         seen = {x.untyped_storage()._cdata for x in inputs}
