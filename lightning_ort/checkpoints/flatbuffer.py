@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_ort.errors import CheckpointError, DamagedFileError
 from lightning_ort.files.reading import cause_of, check_growth
-from lightning_ort.runtime.tensors import ONNX
+from lightning_ort.runtime.tensors import ONNX, TORCH
 
 __all__ = ["VERSION", "CheckpointFile", "Group", "decode", "encode"]
 
@@ -26,7 +26,6 @@ VERSION = 2
 """version of the format, of ONNX Runtime 1.17 to 1.19"""
 
 IDENTIFIER = b"ODTC"
-_TORCH = {int(onnx): dtype for dtype, onnx in ONNX.items()}
 # tensors below this many bytes stay in the flatbuffer, as ONNX Runtime has it
 _INLINE = 64
 # No private module is imported elsewhere: these are generated from a schema that old files keep as it is.
@@ -176,7 +175,7 @@ def _text(value: bytes | None) -> str:
 
 
 def _tensor(table: Any, outside: Outside | None) -> Tensor:
-    name, dtype = _text(table.Name()), _TORCH.get(table.DataType())
+    name, dtype = _text(table.Name()), TORCH.get(table.DataType())
     if dtype is None:
         raise ValueError(f"tensor {name!r} has element type {table.DataType()} of ONNX, which is not supported")
     shape = [table.Dims(i) for i in range(table.DimsLength())]

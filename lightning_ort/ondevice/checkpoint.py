@@ -16,7 +16,7 @@ from lightning_ort.checkpoints.state import Property, TrainingState
 from lightning_ort.compiler.aot.inputs import InputInfo
 from lightning_ort.compiler.aot.sizes import mismatch
 from lightning_ort.ondevice.formats import flavour_named, flavour_of_checkpoint
-from lightning_ort.runtime.tensors import owning
+from lightning_ort.runtime.tensors import NUMPY, owning
 
 __all__ = ["CheckpointState", "Parameter", "Parameters", "Properties", "checked", "given_back"]
 
@@ -233,17 +233,7 @@ class CheckpointState:
         return self._properties
 
 
-_NUMPY = {
-    np.dtype("float32"): torch.float32,
-    np.dtype("float64"): torch.float64,
-    np.dtype("float16"): torch.float16,
-    np.dtype("int64"): torch.int64,
-    np.dtype("int32"): torch.int32,
-    np.dtype("int16"): torch.int16,
-    np.dtype("int8"): torch.int8,
-    np.dtype("uint8"): torch.uint8,
-    np.dtype("bool"): torch.bool,
-}
+_TENSORS = {np.dtype(numpy) for numpy in NUMPY.values()}
 
 
 def checked(inputs: Sequence[Any], infos: Sequence[InputInfo]) -> list[Tensor]:
@@ -280,7 +270,7 @@ def as_tensor(value: Any, name: str) -> Tensor:
         value = np.asarray(value)
     if not isinstance(value, np.ndarray):
         raise TypeError(f"{name!r} is a {type(value).__name__}; expected a numpy array, an OrtValue or a torch tensor.")
-    if value.dtype not in _NUMPY:
+    if value.dtype not in _TENSORS:
         raise ValueError(f"{name!r} is {value.dtype}, which no tensor can hold.")
     if not (value.flags.c_contiguous and value.flags.writeable):
         value = value.copy(order="C")

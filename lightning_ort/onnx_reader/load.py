@@ -16,6 +16,7 @@ from lightning_ort.files.reading import refusing
 from lightning_ort.onnx_reader.reader import CONTROL_FLOW
 from lightning_ort.onnx_reader.registry import OPERATORS
 from lightning_ort.onnx_reader.values import label_of
+from lightning_ort.runtime.tensors import TORCH
 from lightning_ort.validation import path
 
 __all__ = [
@@ -112,9 +113,7 @@ def _unknown(graph: onnx.GraphProto) -> list[str]:
     return found
 
 
-_FLOATS = {
-    onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16,
-}  # fmt: skip
+_FLOATS = {onnx_type for onnx_type, dtype in TORCH.items() if dtype.is_floating_point}
 _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 """With this key torch's exporter says which initializer was a parameter, a buffer or a constant."""
 

@@ -11,11 +11,9 @@ import torch
 from onnx import numpy_helper
 from torch import fx
 
-from lightning_ort.runtime.tensors import ONNX
+from lightning_ort.runtime.tensors import TORCH
 
 __all__ = ["Computed", "Constant", "Number", "Value", "attributes_of", "dtype_from", "label_of", "tensor_from"]
-
-_DTYPES = {int(onnx_type): dtype for dtype, onnx_type in ONNX.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +54,9 @@ def dtype_from(onnx_type: int) -> torch.dtype:
     Raises:
         ValueError: torch has none (strings, 4-bit and 8-bit floats).
     """
-    if onnx_type not in _DTYPES:
+    if onnx_type not in TORCH:
         raise ValueError(f"element type {onnx.TensorProto.DataType.Name(onnx_type)} has no torch counterpart here")
-    return _DTYPES[onnx_type]
+    return TORCH[onnx_type]
 
 
 def tensor_from(proto: onnx.TensorProto) -> torch.Tensor:

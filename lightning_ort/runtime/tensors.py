@@ -1,4 +1,4 @@
-"""Correspondence of torch, ONNX and numpy element types."""
+"""Correspondence of torch, ONNX and numpy element types: ``onnx_ir`` has it, sessions take a part of it."""
 
 from __future__ import annotations
 
@@ -6,32 +6,23 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import torch
+from onnx_ir.tensor_adapters import from_torch_dtype
 
-__all__ = ["NUMPY", "ONNX", "is_supported", "owning"]
+__all__ = ["NUMPY", "ONNX", "TORCH", "is_supported", "owning"]
 
-ONNX: dict[torch.dtype, ir.DataType] = {
-    torch.float32: ir.DataType.FLOAT,
-    torch.float64: ir.DataType.DOUBLE,
-    torch.float16: ir.DataType.FLOAT16,
-    torch.bfloat16: ir.DataType.BFLOAT16,
-    torch.int64: ir.DataType.INT64,
-    torch.int32: ir.DataType.INT32,
-    torch.int16: ir.DataType.INT16,
-    torch.int8: ir.DataType.INT8,
-    torch.uint8: ir.DataType.UINT8,
-    torch.bool: ir.DataType.BOOL,
-}
+_BOUND = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+)  # fmt: skip
 
-NUMPY: dict[torch.dtype, type[np.generic]] = {  # numpy has no bfloat16
-    torch.float32: np.float32,
-    torch.float64: np.float64,
-    torch.float16: np.float16,
-    torch.int64: np.int64,
-    torch.int32: np.int32,
-    torch.int16: np.int16,
-    torch.int8: np.int8,
-    torch.uint8: np.uint8,
-    torch.bool: np.bool_,
+ONNX: dict[torch.dtype, ir.DataType] = {dtype: from_torch_dtype(dtype) for dtype in _BOUND}
+
+TORCH: dict[int, torch.dtype] = {onnx: dtype for dtype, onnx in ONNX.items()}
+"""by ``ir.DataType``, which are the numbers of ``TensorProto.DataType``"""
+
+# numpy itself has no bfloat16
+NUMPY: dict[torch.dtype, type[np.generic]] = {
+    dtype: onnx.numpy().type for dtype, onnx in ONNX.items() if dtype != torch.bfloat16
 }
 
 

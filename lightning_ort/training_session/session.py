@@ -20,7 +20,7 @@ from lightning_ort.runtime.factory import SessionFactory
 from lightning_ort.runtime.memory import Packed
 from lightning_ort.runtime.providers import check_available
 from lightning_ort.runtime.providers.cpu import CPU
-from lightning_ort.runtime.tensors import owning
+from lightning_ort.runtime.tensors import ONNX, owning
 from lightning_ort.training_session.binding import TrainingBinding, as_feed, as_scalar
 from lightning_ort.training_session.graph import TrainingGraph, save_graphs
 from lightning_ort.training_session.optimizer import WeightUpdate
@@ -125,7 +125,7 @@ class TrainingSession(SessionInfo, SessionState):
         extra = [helper.make_tensor_value_info(n, TensorProto.BOOL, [1]) for n in self._flags()]
         if self._parameters.set_gradients_as_graph_outputs:
             for name, tensor in self._weights.items():
-                dtype = helper.np_dtype_to_tensor_dtype(np.dtype(str(tensor.dtype).removeprefix("torch.")))
+                dtype = int(ONNX[tensor.dtype])
                 extra.append(helper.make_tensor_value_info(f"{name}_grad", dtype, list(tensor.shape)))
         rate = self._parameters.lr_params_feed_name if self._updates is not None else None
         with using(self._name):

@@ -14,7 +14,7 @@ from lightning_ort.compiler.aot.step_graph import StepGraph
 from lightning_ort.compiler.passes import with_training_kernels
 from lightning_ort.runtime.factory import SessionFactory
 from lightning_ort.runtime.providers.cpu import has_training_kernels
-from lightning_ort.runtime.tensors import NUMPY, ONNX
+from lightning_ort.runtime.tensors import NUMPY, TORCH
 
 __all__ = ["StepRunner"]
 
@@ -23,8 +23,6 @@ _SMALL = 1 << 14
 
 _QUICK = 1 << 14
 """Elements of all parameters below which a step is so short that a second thread does not pay."""
-
-_TORCH = {onnx: dtype for dtype, onnx in ONNX.items()}
 
 
 class StepRunner:
@@ -202,4 +200,4 @@ def _is_small(tensor: Tensor) -> bool:
 def _info(value: ir.Value) -> tuple[torch.dtype, list[int | str | None] | None]:
     assert value.dtype is not None
     shape = None if value.shape is None else [s if isinstance(s, int) else s.value for s in value.shape]
-    return _TORCH[value.dtype], shape
+    return TORCH[value.dtype], shape

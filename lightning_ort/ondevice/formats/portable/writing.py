@@ -20,7 +20,7 @@ from lightning_ort.ondevice.formats import Artifacts
 from lightning_ort.ondevice.formats.portable.manifest import FORMAT, SUFFIX, VERSION
 from lightning_ort.ondevice.formats.portable.train_step import gradients_model, train_step_model, update_model
 from lightning_ort.ondevice.optimizer_config import OptimizerConfig
-from lightning_ort.runtime.tensors import ONNX
+from lightning_ort.runtime.tensors import TORCH
 
 __all__ = ["write_artifacts"]
 
@@ -124,5 +124,7 @@ class _Describe:
 
 def _form(value: ir.Value) -> dict[str, Any]:
     assert value.dtype is not None and value.shape is not None
-    dtype = next(t for t, o in ONNX.items() if o == value.dtype)
-    return {"dtype": dtype_name(dtype), "shape": [s if isinstance(s, int) else s.value for s in value.shape]}
+    return {
+        "dtype": dtype_name(TORCH[value.dtype]),
+        "shape": [s if isinstance(s, int) else s.value for s in value.shape],
+    }
