@@ -7,16 +7,19 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import onnx_ir as ir
 import torch
+from onnx_ir.passes.common import InlinePass, ShapeInferencePass
+from onnxscript.optimizer import fold_constants
 from torch import Tensor
 
 from lightning_ort.compiler.passes import optimize
 from lightning_ort.errors import ExportError
 from lightning_ort.export.inputs import Axes, InferenceModule, resized, sizes_of
+from lightning_ort.export.older_opsets import NEWEST, convert
 
 __all__ = ["make_graph"]
 
@@ -34,6 +37,10 @@ def make_graph(
     tensors: Sequence[Tensor],
     axes: Axes,
     opset: int,
+    *,
+    clean: bool = True,
+    contrib: bool = False,
+    trainable: bool = False,
 ) -> ir.Model:
     """The graph of ``module``, in the mode and with the weights it has now.
 
@@ -43,15 +50,20 @@ def make_graph(
         outputs: names of the outputs.
         tensors: a sample.
         axes: sizes that stay open.
-        opset: version of the ONNX operators.
+        opset: version of the ONNX operators; below 18, what torch writes is converted.
+        clean: leave out what is unused, and what is computed twice.
+        contrib: ONNX Runtime's own operators may stand for those that an opset lacks.
+        trainable: each parameter and buffer stays an initializer of its own, and nothing else is one. Else weights may
+            be transposed, merged with others, or left out where they are equal.
 
     Raises:
-        ExportError: torch cannot trace the module, or has no ONNX form of an operator.
+        ExportError: torch cannot trace the module, or has no ONNX form of an operator in this opset.
     """
     # torch.export takes a size of 1 for a constant
     least = {name: max(size, 2) for name, size in sizes_of(axes, names, tensors).items()}
     example = tuple(resized(axes, names, tensors, least))
-    dims = {name: torch.export.Dim(name) for name in least}
+    # names of sizes may be any text to ORTTrainer
+    dims = {n: torch.export.Dim(n if n.isidentifier() else f"size_{i}") for i, n in enumerate(least)}
     shapes = tuple({axis: dims[size] for axis, size in axes.get(name, {}).items()} for name in names)
     what = type(module.module).__name__
     with _quiet() as printed:
@@ -67,17 +79,22 @@ def make_graph(
             ) from error
         try:
             exported = torch.onnx.export(
-                program, (), input_names=list(names), output_names=list(outputs), opset_version=opset, dynamo=True,
-                verbose=False,
+                program, (), input_names=list(names), output_names=list(outputs), opset_version=max(opset, NEWEST),
+                dynamo=True, verbose=False, optimize=not trainable,
             )  # fmt: skip
         except Exception as error:
             raise ExportError(f"torch.onnx.export cannot write {what}: {_reason(error)}") from error
     assert exported is not None
     model = exported.model
     _name_sizes(model, names, axes)
-    model = optimize(model)
-    _name_weights(model)
     model.ir_version = min(model.ir_version or _IR_VERSION, _IR_VERSION)
+    if trainable:
+        _fold_all_but(model, {n for n, _ in [*module.named_parameters(), *module.named_buffers()]})
+    if opset < NEWEST:
+        convert(model, opset, contrib=contrib)
+    if clean:
+        model = optimize(model)
+    _name_weights(model)
     return model
 
 
@@ -124,6 +141,23 @@ def _quiet() -> Iterator[io.StringIO]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+def _fold_all_but(model: ir.Model, weights: Collection[str]) -> None:
+    """Compute what is constant, but for what depends on ``weights``, and leave no other initializers."""
+    InlinePass()(model)
+    graph = model.graph
+    fold_constants(model, should_fold=lambda node: False if any(v and v.name in weights for v in node.inputs) else None)
+    ShapeInferencePass()(model)  # values within functions had no types
+    for name, value in list(graph.initializers.items()):
+        if name not in weights and value.const_value is not None:
+            node = ir.node("Constant", [], {"value": ir.AttrTensor("value", value.const_value)}, name=f"{name}/value")
+            new = node.outputs[0]
+            new.type, new.shape = value.type, value.shape
+            graph.insert_before(graph[0], node)
+            value.replace_all_uses_with(new)
+            del graph.initializers[name]
+            new.name = name
 
 
 def _name_sizes(model: ir.Model, names: Sequence[str], axes: Axes) -> None:

@@ -20,6 +20,7 @@ __all__ = [
     "arguments_of_batch",
     "arguments_of_sample",
     "bind",
+    "call_with",
     "check_axes",
     "default_axes",
     "first_batch",
@@ -261,6 +262,12 @@ def bind(module: nn.Module, method: str, args: Sequence[Any], kwargs: Mapping[st
         raise ValueError(f"sample: {type(module).__name__}.{method} is given one tensor twice. Clone it.")
     kept = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     return Call(method, [order[id(t)] for t in tensors], tensors, spec, kept, places)
+
+
+def call_with(tensors: Sequence[Tensor], names: Sequence[str]) -> Call:
+    """A call of ``forward`` with ``tensors`` in order, by names of the caller's."""
+    leaves, spec = pytree.tree_flatten((tuple(tensors), {}))
+    return Call("forward", list(names), list(tensors), spec, [None] * len(leaves), list(range(len(leaves))))
 
 
 def named_tensors(tree: Mapping[str, Any]) -> tuple[list[Tensor], list[str]]:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import tempfile
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +14,11 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from lightning_ort.compiler.passes import optimize
 from lightning_ort.errors import MismatchError
 from lightning_ort.export.checking import open_session
 from lightning_ort.export.export import undisturbed
-from lightning_ort.files import onnx_models
+from lightning_ort.export.graph import make_graph
+from lightning_ort.export.inputs import InferenceModule, call_with
 from lightning_ort.files.onnx_models import save_onnx
 from lightning_ort.trainer.description import Description
 from lightning_ort.trainer.options import ORTTrainerOptions
@@ -42,62 +39,35 @@ def export(
         inputs: an example.
         options: ``_internal_use`` tells the opset, whether contrib operators may occur, and whether the graph is
             cleaned; ``utils.run_symbolic_shape_infer`` writes the shapes of all values.
+
+    Raises:
+        ExportError: torch cannot trace the model for all sizes that are left open, or an operator has no form in the
+            opset.
     """
     internal = options._internal_use
     names = [entry.name for entry in description.inputs]
     axes = {
         entry.name: {i: size for i, size in enumerate(entry.shape) if isinstance(size, str)}
-        for entry in [*description.inputs, *description.outputs]
+        for entry in description.inputs
     }
-    buffer = io.BytesIO()
-    weights = combined.state_dict()
-    # what the exporter gives is one protobuf message: weights that do not fit in are inputs there
-    inside = sum(t.numel() * t.element_size() for t in weights.values()) <= onnx_models.LARGEST_FILE
-    with (
-        warnings.catch_warnings(),
-        _contrib_operators(internal.enable_onnx_contrib_ops),
-        undisturbed(combined),
-    ):
-        warnings.simplefilter("ignore")  # the exporter to these opsets is deprecated, and speaks of constants
-        torch.onnx.export(
-            combined,
-            tuple(inputs),
-            buffer,  # type: ignore[arg-type]  # a stream is taken by this exporter
-            dynamo=False,
-            opset_version=internal.onnx_opset_version,
-            input_names=names,
-            output_names=description.output_names(),
-            dynamic_axes={name: sizes for name, sizes in axes.items() if sizes},
-            do_constant_folding=False,
-            export_params=inside,
+    tensors = [x.detach().clone() for x in inputs]
+    with undisturbed(combined):
+        model = make_graph(
+            InferenceModule(combined, call_with(tensors, names)),
+            names,
+            description.output_names(),
+            tensors,
+            axes,
+            internal.onnx_opset_version,
+            clean=internal.enable_internal_postprocess,
+            contrib=internal.enable_onnx_contrib_ops,
+            trainable=True,
         )
-    model = ir.from_proto(onnx.load_from_string(buffer.getvalue()))
-    for value in [] if inside else [v for v in model.graph.inputs if v.name not in names]:
-        model.graph.inputs.remove(value)
-        value.const_value = ir.Tensor(weights[str(value.name)].detach().cpu().contiguous().numpy(), name=value.name)
-        model.graph.register_initializer(value)
-    if internal.enable_internal_postprocess:
-        model = optimize(model)
     for name, value in list(model.graph.initializers.items()):
         if name.startswith("model."):
             value.name = name.removeprefix("model.")
     proto = ir.to_proto(model)
     return inferred(proto) if options.utils.run_symbolic_shape_infer else proto
-
-
-@contextlib.contextmanager
-def _contrib_operators(enabled: bool) -> Iterator[None]:
-    """Let the exporter write ONNX Runtime's own operators."""
-    if not enabled:
-        yield
-        return
-    from onnxruntime.tools import pytorch_export_contrib_ops
-
-    pytorch_export_contrib_ops.register()
-    try:
-        yield
-    finally:
-        pytorch_export_contrib_ops.unregister()
 
 
 def inferred(model: onnx.ModelProto) -> onnx.ModelProto:

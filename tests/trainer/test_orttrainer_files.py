@@ -7,11 +7,10 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from onnxruntime.tools import pytorch_export_contrib_ops
 from orttrainer_models import ADAM, LAMB, SGD, batches, cross_entropy, description, make, options, trainer
 from torch import nn
 
-from lightning_ort import ORTTrainer
+from lightning_ort import ExportError, ORTTrainer
 
 X, LABEL = batches(count=1)[0]
 
@@ -67,35 +66,75 @@ class Activated(nn.Sequential):
         super().__init__(nn.Linear(20, 10), nn.GELU())
 
 
-def saved(tmp_path, **sections):
+def saved(tmp_path, module=None, **sections):
     path = tmp_path / "m.onnx"
     description = {
         "inputs": [("input", ["b", 20]), ("label", ["b"])],
         "outputs": [("loss", [], True), ("y", ["b", 10])],
     }
-    found = ORTTrainer(Activated(), description, ADAM(), cross_entropy, options(**sections))
+    found = ORTTrainer(module or Activated(), description, ADAM(), cross_entropy, options(**sections))
     found.train_step(X, LABEL)
     found.save_as_onnx(str(path))
     return onnx.load(path)
 
 
-def test_options_of_the_export(tmp_path, monkeypatch):
-    calls = []
-    for name in ("register", "unregister"):
-        original = getattr(pytorch_export_contrib_ops, name)
-        monkeypatch.setattr(pytorch_export_contrib_ops, name, lambda name=name, f=original: (calls.append(name), f()))
+class Sampled(Activated):
+    """With an operator that came with opset 16, and that ONNX Runtime has as one of its own."""
 
-    def domains(model):
-        return {n.domain for n in model.graph.node}
+    def forward(self, x):
+        image = super().forward(x)[:, None, None, :]
+        grid = torch.zeros(len(x), 1, 10, 2)
+        return torch.nn.functional.grid_sample(image, grid, align_corners=False)[:, 0, 0]
 
-    # which operators the exporter then writes is up to the version of ONNX Runtime
-    saved(tmp_path)
-    assert calls == ["register", "unregister"]
+
+def test_options_of_the_export(tmp_path):
     plain = saved(tmp_path, _internal_use={"enable_onnx_contrib_ops": False, "onnx_opset_version": 12})
-    assert calls == ["register", "unregister"]
-    assert domains(plain) == {""} and plain.opset_import[0].version == 12
+    assert [(o.domain, o.version) for o in plain.opset_import] == [("", 12)]
     shaped = saved(tmp_path, utils={"run_symbolic_shape_infer": True})
-    assert len(shaped.graph.value_info) > len(plain.graph.value_info)
+    known = {v.name for v in shaped.graph.value_info}
+    assert known >= {name for node in shaped.graph.node for name in node.output} - {"loss", "y"}
+    own = saved(tmp_path, module=Sampled(), debug={"check_model_export": True})
+    assert [n.op_type for n in own.graph.node if n.domain == "com.microsoft"] == ["GridSample"]
+    with pytest.raises(ExportError, match=r"ONNX opset 14 cannot express this model: GridSample came with opset 16\."):
+        saved(tmp_path, module=Sampled(), _internal_use={"enable_onnx_contrib_ops": False})
+
+
+class Equal(nn.Module):
+    """Weights that are equal, or that an exporter would transpose or merge; sizes that are computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.wide = nn.LayerNorm(5), nn.LayerNorm(5), nn.Linear(5, 5)
+        self.norm, self.conv, self.last = nn.BatchNorm1d(4), nn.Conv1d(4, 4, 3, padding=1), nn.Linear(20, 10)
+
+    def forward(self, x):
+        h = self.second(self.wide(self.first(x.view(len(x), 4, 5))))
+        return self.last(self.norm(self.conv(h)).softmax(1).flatten(1)) * 0.5
+
+
+@pytest.mark.parametrize("opset", [12, 14])
+def test_each_weight_is_an_initializer_of_its_name_and_nothing_else_is_one(tmp_path, opset):
+    module = Equal()
+    model = saved(tmp_path, module=module, _internal_use={"onnx_opset_version": opset})
+    onnx.checker.check_model(model, full_check=True)
+    assert model.ir_version == 7 and [(o.domain, o.version) for o in model.opset_import] == [("", opset)]
+    stored = {i.name: onnx.numpy_helper.to_array(i) for i in model.graph.initializer}
+    assert stored.keys() == module.state_dict().keys() - {"norm.num_batches_tracked"}
+    assert all(np.array_equal(stored[name], module.state_dict()[name]) for name in stored)
+    module.eval()
+    for n in (1, 2, len(X)):
+        (y,) = run(tmp_path / "m.onnx", ["y"], input=X[:n], label=LABEL[:n])
+        np.testing.assert_allclose(y, module(X[:n]).detach(), rtol=0, atol=1e-6)
+
+
+def test_a_model_that_takes_a_named_size_for_a_number_is_refused(tmp_path):
+    class Fixed(Activated):
+        def forward(self, x):
+            return super().forward(x.reshape(len(X), 20))
+
+    with pytest.raises(ExportError, match=r"torch.export cannot trace CombinedModule with the open sizes .*'b'"):
+        saved(tmp_path, module=Fixed())
+    assert not list(tmp_path.iterdir())
 
 
 def test_check_of_the_export_passes_and_finds_differences(monkeypatch):
