@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ort.checkpoints.lightning import RECORD, TRAINER_SCALER, first_names, weights_key
-from lightning_ort.checkpoints.names import find_prefix, from_moments, kind_of, to_moments, without_moments
+from lightning_ort.checkpoints.names import find_prefix, from_moments, orttrainer_kind_of, to_moments, without_moments
 from lightning_ort.checkpoints.progress import Position, advance_schedulers, loops_at
 from lightning_ort.errors import CheckpointError
 
@@ -155,7 +155,7 @@ class Translation:
         names = self._names(optimizer)
         inside = {i: n for i, n in enumerate(names) if n in self._section("model", "full_precision")}
         expected = str(self._section("trainer_options").get("optimizer_name"))
-        kind, problem = kind_of(optimizer)
+        kind, problem = orttrainer_kind_of(optimizer)
         if inside and kind != expected:
             raise CheckpointError(
                 f"{self._path} is of {expected}, but configure_optimizers returned {type(optimizer).__name__}"

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ort.checkpoints.names import kind_of
+from lightning_ort.checkpoints.names import orttrainer_kind_of
 from lightning_ort.errors import CheckpointError, DamagedFileError
 from lightning_ort.files.reading import check_growth, refusing
 from lightning_ort.files.writing import write_file
@@ -234,9 +234,9 @@ def make_record(trainer: pl.Trainer, module: nn.Module, optimizers: Sequence[Opt
 
     Returns:
         ``version``; ``shared``, names of weights to the first name of the same tensor; ``optimizers``, each with
-        ``kind`` and ``problem`` (see :func:`kind_of`), ``class`` and ``names`` (of its parameters, in the order of
-        torch's numbers); ``train_step_info``, the counters of an ORTTrainer; ``batches_per_epoch``, ``None`` if
-        unknown; ``loss_scaler`` (see :meth:`ScaleRule.summary`), ``None`` without loss scaling.
+        ``kind`` and ``problem`` (see :func:`orttrainer_kind_of`), ``class`` and ``names`` (of its parameters, in the
+        order of torch's numbers); ``train_step_info``, the counters of an ORTTrainer; ``batches_per_epoch``, ``None``
+        if unknown; ``loss_scaler`` (see :meth:`ScaleRule.summary`), ``None`` without loss scaling.
     """
     precision = trainer.precision_plugin
     skipped = int(getattr(precision, "skipped_steps", 0))
@@ -257,7 +257,7 @@ def make_record(trainer: pl.Trainer, module: nn.Module, optimizers: Sequence[Opt
 
 def _optimizer(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
     name_of = {id(p): name for name, p in module.named_parameters()}
-    kind, problem = kind_of(optimizer)
+    kind, problem = orttrainer_kind_of(optimizer)
     # torch numbers them in this order, each once
     params = list(dict.fromkeys(id(p) for group in optimizer.param_groups for p in group["params"]))
     return {

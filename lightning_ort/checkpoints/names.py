@@ -11,16 +11,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ort.errors import CheckpointError
-from lightning_ort.optim.kinds import ORTTRAINER_STATES, TORCH_STATES, known_class
-from lightning_ort.optim.optimizers import AdamW, Lamb
+from lightning_ort.optim.kinds import ORTTRAINER_STATES, TORCH_STATES, kind_of
 
 __all__ = [
     "SHARED",
     "find_prefix",
     "from_moments",
-    "kind_of",
     "moments_from_orttrainer",
     "moments_to_orttrainer",
+    "orttrainer_kind_of",
     "to_moments",
     "without_moments",
 ]
@@ -79,24 +78,18 @@ SHARED = "shared_optimizer_state"
 """where LAMB keeps the counter that all weights share"""
 
 _COUNT, _SHARED_COUNTS = "Update_Count", ("Step", "step")
-_KINDS: dict[type[Optimizer], str] = {
-    torch.optim.SGD: "SGDOptimizer",
-    torch.optim.Adam: "AdamOptimizer",
-    torch.optim.AdamW: "AdamOptimizer",
-    AdamW: "AdamOptimizer",
-    Lamb: "LambOptimizer",
-}
+_ORTTRAINER = {"SGD": "SGDOptimizer", "Adam": "AdamOptimizer", "AdamW": "AdamOptimizer", "Lamb": "LambOptimizer"}
 
 
-def kind_of(optimizer: Optimizer) -> tuple[str, str]:
+def orttrainer_kind_of(optimizer: Optimizer) -> tuple[str, str]:
     """Find what ORTTrainer calls an optimizer with these states.
 
     Returns:
         The name, and an empty string; or an empty string, and why it has none.
     """
     title = type(optimizer).__name__
-    name = _KINDS.get(known_class(optimizer) or Optimizer, "")
-    if not name:
+    kind = kind_of(optimizer)
+    if kind is None:
         return "", f"{title} has no counterpart among AdamConfig, LambConfig and SGDConfig"
     for group in optimizer.param_groups:
         if group.get("amsgrad"):
@@ -105,7 +98,7 @@ def kind_of(optimizer: Optimizer) -> tuple[str, str]:
             return "", f"{title} with maximize=True follows the gradient upwards"
         if group.get("momentum"):
             return "", f"{title} with momentum has a state, and SGDConfig none"
-    return name, ""
+    return _ORTTRAINER[kind], ""
 
 
 def moments_to_orttrainer(
@@ -114,7 +107,7 @@ def moments_to_orttrainer(
     """Write states under ORTTrainer's names.
 
     Args:
-        kind: as of :func:`kind_of`.
+        kind: as of :func:`orttrainer_kind_of`.
         moments: weight name to its states, by the names of the rules.
         counts: weight name to the number of its next update, from 1.
     """
@@ -142,7 +135,7 @@ def to_moments(kind: str, states: Mapping[str, Mapping[str, Any]], like: Mapping
     """Write torch's states as the ``optimizer`` part of an ORTTrainer's state.
 
     Args:
-        kind: as of :func:`kind_of`.
+        kind: as of :func:`orttrainer_kind_of`.
         states: weight name to torch's state, empty for a parameter that was never updated.
         like: weight name to the weight.
 

@@ -7,17 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
-from lightning_ort import optim
 from lightning_ort.checkpoints.state import OptimizerState, TrainingState
-from lightning_ort.optim.kinds import TORCH_STATES, known_class
+from lightning_ort.optim.kinds import TORCH_STATES, kind_of
 
 __all__ = ["optimizer_of_torch", "torch_state"]
 
-_KINDS: dict[type[Optimizer], str] = {
-    AdamW: "AdamW", Adam: "Adam", SGD: "SGD", optim.AdamW: "AdamW", optim.Lamb: "Lamb",
-}  # fmt: skip
 _STATES = {
     "Adam": ("moment_1", "moment_2"),
     "AdamW": ("moment_1", "moment_2"),
@@ -30,7 +26,7 @@ _STATES = {
 def _kind(optimizer: Optimizer) -> str:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}; expected one of torch.optim.")
-    kind = _KINDS.get(known_class(optimizer) or Optimizer)
+    kind = kind_of(optimizer)
     if kind is None:
         raise ValueError(
             f"The optimizer is a {type(optimizer).__name__}; expected torch's AdamW, Adam or SGD, or lightning_ort's "

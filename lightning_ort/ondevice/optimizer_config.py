@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_ort.optim.kinds import known_class, unwrapped
-from lightning_ort.optim.optimizers import AdamW, Lamb
+from lightning_ort.optim.kinds import KINDS_BY_CLASS, kind_of, unwrapped
 from lightning_ort.optim.settings import OptimizerSettings
 
 __all__ = ["OptimType", "OptimizerConfig", "config_of"]
@@ -26,9 +25,6 @@ class OptimType(enum.Enum):
 OptimizerConfig = OptimizerSettings
 """The settings, under the name that users of artifacts know."""
 
-_KINDS: dict[type[torch.optim.Optimizer], str] = {
-    torch.optim.AdamW: "AdamW", torch.optim.Adam: "Adam", torch.optim.SGD: "SGD", AdamW: "AdamW", Lamb: "Lamb",
-}  # fmt: skip
 _REFUSED = {"amsgrad": False, "maximize": False, "dampening": 0}
 
 
@@ -41,9 +37,9 @@ def config_of(optimizer: torch.optim.Optimizer, *, clip_grad_norm: float | None 
     """
     optimizer = unwrapped(optimizer)
     name = type(optimizer).__name__
-    kind = _KINDS.get(known_class(optimizer) or torch.optim.Optimizer)
+    kind = kind_of(optimizer)
     if kind is None:
-        known = ", ".join(dict.fromkeys(f"{k.__module__.split('.')[0]}'s {k.__name__}" for k in _KINDS))
+        known = ", ".join(dict.fromkeys(f"{k.__module__.split('.')[0]}'s {k.__name__}" for k in KINDS_BY_CLASS))
         raise ValueError(f"optimizer is a {name}; artifacts can hold {known}. Pass an OptimizerConfig.")
     groups = [{k: v for k, v in g.items() if k not in ("params", "initial_lr")} for g in optimizer.param_groups]
     if any(g != groups[0] for g in groups):
@@ -66,4 +62,4 @@ def config_of(optimizer: torch.optim.Optimizer, *, clip_grad_norm: float | None 
     limit = float(group.get("max_norm", torch.inf))
     if limit != torch.inf:
         clip_grad_norm = limit if clip_grad_norm is None else min(limit, clip_grad_norm)
-    return OptimizerConfig(kind, clip_grad_norm=clip_grad_norm, **values)  # type: ignore[arg-type]
+    return OptimizerConfig(kind, clip_grad_norm=clip_grad_norm, **values)

@@ -10,13 +10,21 @@ from torch import optim
 from torch.optim import Optimizer
 
 from lightning_ort.optim.optimizers import AdamW, Lamb
+from lightning_ort.optim.settings import Kind
 
-__all__ = ["ORTTRAINER_STATES", "ORT_TRAINING_STATES", "TORCH_STATES", "known_class", "unwrapped"]
+__all__ = [
+    "KINDS_BY_CLASS", "ORTTRAINER_STATES", "ORT_TRAINING_STATES", "TORCH_STATES", "kind_of", "known_class", "unwrapped",
+]  # fmt: skip
 
 _KNOWN = {
     optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Adagrad,
     optim.Adadelta, AdamW, Lamb,
 }  # fmt: skip
+
+KINDS_BY_CLASS: dict[type[Optimizer], Kind] = {
+    optim.AdamW: "AdamW", optim.Adam: "Adam", optim.SGD: "SGD", AdamW: "AdamW", Lamb: "Lamb",
+}  # fmt: skip
+"""Class of torch to the kind of :class:`~lightning_ort.optim.settings.OptimizerSettings` that updates like it."""
 
 TORCH_STATES = {
     "moment_1": "exp_avg",
@@ -47,6 +55,11 @@ def known_class(optimizer: Optimizer) -> type[Optimizer] | None:
     kind = type(optimizer)
     base = next((known for known in kind.__mro__ if known in _KNOWN), None)
     return base if base is not None and _step_of(kind) is _step_of(base) else None
+
+
+def kind_of(optimizer: Optimizer) -> Kind | None:
+    """Return the kind of settings that ``optimizer`` updates by, or ``None`` where there is none."""
+    return KINDS_BY_CLASS.get(known_class(optimizer) or Optimizer)
 
 
 def _step_of(kind: type[Optimizer]) -> Any:

@@ -6,14 +6,15 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lightning_ort.optim.rules import SGD, Adam, Decayed, FusedAdam, Lamb, Momentum, Rule
 from lightning_ort.validation import flag, is_number, number, shown, single
 
-__all__ = ["KINDS", "OptimizerSettings"]
+__all__ = ["KINDS", "Kind", "OptimizerSettings"]
 
-KINDS = ("AdamW", "Adam", "SGD", "Lamb")
+Kind = Literal["AdamW", "Adam", "SGD", "Lamb"]
+KINDS = get_args(Kind)
 
 
 def _number(name: str, value: Any, **bounds: Any) -> float:
@@ -47,7 +48,7 @@ class OptimizerSettings:
         ValueError: a number that is not possible, or that this kind does not know.
     """
 
-    kind: Literal["AdamW", "Adam", "SGD", "Lamb"] = "AdamW"
+    kind: Kind = "AdamW"
     lr: float = 0.001
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8

@@ -13,7 +13,7 @@ from parity import make_trainer, quiet
 from torch import nn
 
 from lightning_ort import TrainStepInfo, optim
-from lightning_ort.checkpoints.names import kind_of
+from lightning_ort.checkpoints.names import orttrainer_kind_of
 from lightning_ort.ondevice.optimizer_config import config_of
 from lightning_ort.optim import AdamConfig, LambConfig, SGDConfig, lr_scheduler
 from lightning_ort.optim.torch_optim.stepper import why_not
@@ -140,7 +140,7 @@ def test_a_subclass_without_a_step_of_its_own_is_what_it_is_derived_from():
     mine = type("Mine", (torch.optim.SGD,), {})(net.parameters(), 0.1)
     assert optim.config_from_torch(mine, net).name == "SGDOptimizer"
     assert config_of(mine).kind == "SGD"
-    assert kind_of(mine) == ("SGDOptimizer", "")
+    assert orttrainer_kind_of(mine) == ("SGDOptimizer", "")
     assert why_not(mine) is None
 
 
