@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import onnx
+import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
@@ -180,7 +181,8 @@ class ORTTrainer:
     @property
     def onnx_model_(self) -> onnx.ModelProto | None:
         """The model with its loss and the present weights; ``None`` before the first step of a module."""
-        return self._trainer._exported()
+        model = self._trainer._exported()
+        return None if model is None else ir.to_proto(model)
 
     def train(self) -> None:
         """Let calls be training steps."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import onnx
+import onnx_ir as ir
 import onnxruntime
 from onnx import helper
 from torch import Tensor, nn
@@ -59,7 +60,7 @@ class GraphFiles:
         results: Sequence[Tensor],
         weights: Mapping[str, Tensor],
         optimizer: Optimizer,
-        forward: onnx.ModelProto | None,
+        forward: ir.Model | None,
     ) -> None:
         """Write all files.
 

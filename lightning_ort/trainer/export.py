@@ -30,7 +30,7 @@ __all__ = ["check_export", "export", "inferred", "save"]
 
 def export(
     combined: CombinedModule, description: Description, inputs: Sequence[Tensor], options: ORTTrainerOptions
-) -> onnx.ModelProto:
+) -> ir.Model:
     """The model in evaluation mode, from all described inputs to all described outputs, with the present weights.
 
     Args:
@@ -66,8 +66,9 @@ def export(
     for name, value in list(model.graph.initializers.items()):
         if name.startswith("model."):
             value.name = name.removeprefix("model.")
-    proto = ir.to_proto(model)
-    return inferred(proto) if options.utils.run_symbolic_shape_infer else proto
+    if options.utils.run_symbolic_shape_infer:
+        model = ir.from_proto(inferred(ir.to_proto(model)))
+    return model
 
 
 def inferred(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -77,12 +78,12 @@ def inferred(model: onnx.ModelProto) -> onnx.ModelProto:
     return SymbolicShapeInference.infer_shapes(model, auto_merge=True, guess_output_rank=False)
 
 
-def save(model: onnx.ModelProto, path: str | os.PathLike[str]) -> None:
+def save(model: ir.Model | onnx.ModelProto, path: str | os.PathLike[str]) -> None:
     """Write a file that is complete when it appears; weights of more than 2 GB go to a second one beside it."""
-    save_onnx(ir.from_proto(model), Path(path))
+    save_onnx(model if isinstance(model, ir.Model) else ir.from_proto(model), Path(path))
 
 
-def check_export(model: onnx.ModelProto, inputs: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+def check_export(model: ir.Model, inputs: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     """Run ``model`` and compare its outputs.
 
     Raises:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import onnx
+import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
@@ -253,7 +254,7 @@ class ORTTrainer(TrainerState):
             raise ValueError(f"'path' is not valid or does not exist: {os.fspath(path)!r}")
         save(model, path)
 
-    def _exported(self) -> onnx.ModelProto | None:
+    def _exported(self) -> ir.Model | None:
         """The model as :meth:`save_as_onnx` writes it; ``None`` as long as the types of its inputs are unknown."""
         if self._execution.example is not None:
             return export(self._combined, self.model_desc, self._execution.example, self.options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
@@ -145,8 +146,7 @@ def test_check_of_the_export_passes_and_finds_differences(monkeypatch):
 
     def broken(*args):
         model = original(*args)
-        bias = next(i for i in model.graph.initializer if i.name == "fc3.bias")
-        bias.CopyFrom(onnx.numpy_helper.from_array(np.full(10, 9, np.float32), "fc3.bias"))
+        model.graph.initializers["fc3.bias"].const_value = ir.tensor(np.full(10, 9, np.float32), name="fc3.bias")
         return model
 
     monkeypatch.setattr(module, "export", broken)
