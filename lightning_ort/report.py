@@ -141,12 +141,13 @@ class Report(Mapping[str, StepReport]):
             details += [f"graph break: {b.reason}{_at(b.source)}" for b in s.graph_breaks]
             details += [f"in torch: {t.what}: {t.reason}{_at(t.source)}" for t in s.in_torch]
             if s.graphs_in_torch:
-                why = "the fastest there" if s.measured else "as placement asks for"
+                why = "measured to be faster there" if s.measured else "as placement asks for"
                 details.append(f"in torch by choice: {s.graphs_in_torch} of {s.graphs} graphs ({why})")
-            details += [
+            # sizes that are alike share a measurement
+            details += dict.fromkeys(
                 f"measured: {', '.join(f'{_NAMES[executor]} {t:.3g} ms' for executor, t in times.items())}"
                 for times in s.measured
-            ]
+            )
             details += [
                 f"in torch by choice: {what}, {count} times: its kernel is faster than ONNX Runtime's, or chooses "
                 "among equals as eager does (placement='onnxruntime' keeps it there)"
