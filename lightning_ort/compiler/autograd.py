@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
+from lightning_ort.compiler.kept import Kept
 from lightning_ort.compiler.reference import ForkedRNG
 
 __all__ = ["LossStep", "PairStep"]
@@ -14,6 +16,7 @@ __all__ = ["LossStep", "PairStep"]
 def _start(ctx: Any, region: Any) -> None:
     ctx.set_materialize_grads(False)
     ctx.region = region
+    ctx.used = frozenset()
     ctx.rng = ForkedRNG.state(region.device) if region.has_draws else None
 
 
@@ -35,7 +38,7 @@ def _arrived(ctx: Any, incoming: Any) -> dict[int, torch.Tensor]:
     """
     arrived = {ctx.positions[p]: g for p, g in enumerate(incoming) if g is not None}
     if arrived:
-        if ctx.kept is None:
+        if ctx.kept is None or not ctx.used.isdisjoint(ctx.kept.used_for(arrived)):
             raise RuntimeError(
                 "Trying to backward through the graph a second time (or directly access saved tensors after they have "
                 "already been freed). Specify retain_graph=True if you need to backward through the graph a second "
@@ -45,9 +48,19 @@ def _arrived(ctx: Any, incoming: Any) -> dict[int, torch.Tensor]:
     return arrived
 
 
-def _keeps_graph() -> bool:
-    """Whether gradients may be asked for again: ``retain_graph=True``, or ``create_graph=True``."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
+def _take_kept(ctx: Any, arrived: Collection[int]) -> tuple[Kept, bool]:
+    """Give what the run has kept, and whether the same gradients may be asked for again.
+
+    Unless they may (``retain_graph=True``, or ``create_graph=True``), it is let go of, but for outputs of which eager
+    would still have the graph.
+    """
+    kept = ctx.kept
+    keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+    if not keeps:
+        ctx.used |= kept.used_for(arrived)
+        if all(not ctx.used.isdisjoint(kept.used_for([output])) for output in ctx.positions.values()):
+            ctx.kept = None
+    return kept, keeps
 
 
 class LossStep(torch.autograd.Function):
@@ -71,12 +84,11 @@ class LossStep(torch.autograd.Function):
         region = ctx.region
         if not arrived:
             return (None, None, *([None] * len(region.wanted)))
-        kept, gradients, again = ctx.kept, ctx.gradients, torch.is_grad_enabled()
-        keeps = _keeps_graph()
-        if not keeps:
-            ctx.kept = ctx.gradients = None
-        if again or set(arrived) != {ctx.loss}:
-            if not again:
+        (kept, keeps), gradients, again = _take_kept(ctx, arrived), ctx.gradients, torch.is_grad_enabled()
+        if not keeps and ctx.loss in arrived:
+            ctx.gradients = None
+        if again or gradients is None or set(arrived) != {ctx.loss}:
+            if not again and set(arrived) != {ctx.loss}:
                 region.leave_loss()
             return (None, None, *region.recompute(kept, ctx.rng, arrived, create_graph=again))
         if keeps:
@@ -123,18 +135,17 @@ class PairStep(torch.autograd.Function):
         region, pair = ctx.region, ctx.pair
         if not arrived:
             return (None, None, None, *([None] * len(region.wanted)))
-        kept = ctx.kept
-        if not _keeps_graph():
-            ctx.kept = None
-        if torch.is_grad_enabled() or ctx.in_torch:
+        kept, keeps = _take_kept(ctx, arrived)
+        in_torch = ctx.in_torch
+        ctx.in_torch |= not keeps  # autograd lets go of saved tensors
+        if torch.is_grad_enabled() or in_torch:
             found = region.recompute(kept, ctx.rng, arrived, create_graph=torch.is_grad_enabled())
             return (None, None, None, *found)
-        by_output = {ctx.positions[p]: p for p in ctx.positions}
         tangents = []
-        for output in sorted(by_output):
+        for output in region.differentiable:
             gradient = arrived.get(output)
-            if gradient is None:
-                shape, dtype, device = ctx.shapes[by_output[output]]
+            if gradient is None:  # or it is among those that have arrived at an output that is the same tensor
+                shape, dtype, device = ctx.shapes[pair.forward.outputs[output]]
                 gradient = torch.zeros(shape, dtype=dtype, device=device)
             tangents.append(gradient)
         found = region.run_backward(pair, pair.inputs(kept.args, ctx.saved_tensors, kept.copies), tangents, arrived)

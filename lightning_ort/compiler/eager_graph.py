@@ -23,11 +23,13 @@ class EagerGraph:
         saved: numbers of the inputs that are kept by reference.
         saved_outputs: numbers of the outputs that are.
         reached: numbers of the inputs that get a gradient; all where that is not known.
+        used: numbers of the functions that keep something, which their first backward lets go of.
     """
 
     saved: dict[int, frozenset[int]]
     saved_outputs: dict[int, frozenset[int]]
     reached: dict[int, frozenset[int]]
+    used: dict[int, frozenset[int]]
 
     @classmethod
     def of(cls, region: fx.GraphModule, differentiable: Sequence[int]) -> EagerGraph:
@@ -39,10 +41,12 @@ class EagerGraph:
         # what computed an input lies before the region
         sources = {x.grad_fn: i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.grad_fn is not None}
         leaves = {id(x): i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.is_leaf}
-        saved, saved_outputs, reached = {}, {}, {}
+        saved, saved_outputs, reached, used = {}, {}, {}, {}
+        functions: dict[Any, int] = {}
         for output in differentiable:
             kept: set[int] = set()
             ends: set[int] = set()
+            keeping: set[int] = set()
             pending, seen = [outputs[output].grad_fn], set()
             unknown = pending == [None]
             while pending:
@@ -56,12 +60,17 @@ class EagerGraph:
                     unknown |= id(function.variable) not in leaves
                     ends.add(leaves.get(id(function.variable), -1))
                 else:
-                    kept.update(t.untyped_storage()._cdata for t in _saved_by(function))
+                    tensors = list(_saved_by(function))
+                    kept.update(t.untyped_storage()._cdata for t in tensors if t is not None)
+                    # a write through a view keeps the function of what was written
+                    if tensors or function.name() == "CopySlices":
+                        keeping.add(functions.setdefault(function, len(functions)))
                     pending += [source for source, _ in function.next_functions]
             saved[output] = frozenset(i for key in kept for i in of_inputs.get(key, ()))
             saved_outputs[output] = frozenset(i for key in kept for i in of_outputs.get(key, ()))
             reached[output] = frozenset(range(len(inputs)) if unknown else ends)
-        return cls(saved, saved_outputs, reached)
+            used[output] = frozenset(keeping)
+        return cls(saved, saved_outputs, reached, used)
 
 
 def _by_storage(values: Sequence[Any]) -> dict[int, list[int]]:
@@ -84,11 +93,13 @@ def _attributes(kind: type) -> list[str]:
     return names
 
 
-def _saved_by(function: Any) -> Iterator[torch.Tensor]:
+def _saved_by(function: Any) -> Iterator[torch.Tensor | None]:
+    """Tensors that a function keeps; ``None`` for one that cannot be had any more."""
     for name in _attributes(type(function)):
         try:
             value = getattr(function, name)
         except RuntimeError:  # changed in place by the region itself: tracing its gradients says so
+            yield None
             continue
         for tensor in value if isinstance(value, (tuple, list)) else [value]:
             if isinstance(tensor, torch.Tensor):

@@ -118,6 +118,11 @@ class Kept:
         pairs = zip(self._keeping.watched, versions, self._versions, strict=True)
         return {i for i, now, then in pairs if now != then}
 
+    def used_for(self, outputs: Collection[int]) -> frozenset[int]:
+        """What gradients that arrive at ``outputs`` use up in eager, see :class:`EagerGraph`."""
+        used, *others = [self._keeping.eager.used[output] for output in outputs]
+        return used.union(*others) if others else used
+
     def check(self, outputs: Collection[int]) -> None:
         """Refuse gradients that arrive at ``outputs`` where eager does.
 

@@ -48,6 +48,7 @@ class Region:
         first_run: checks graphs against torch.
         loss_output: number of the output whose gradients a run computes along with the outputs.
         has_draws: whether a run advances torch's random state.
+        differentiable: numbers of the outputs at which gradients may arrive.
         outputs_by_position: position among the tensors of a run to the number of the differentiable output it is.
         not_differentiable: positions among the tensors of a run that have no gradient.
     """
@@ -91,7 +92,7 @@ class Region:
         self._contest: Contest | None = None
         self._choice: Choice | None = None
         self._quiet = _uncounted(graph)
-        differentiable = self._layout.differentiable
+        self.differentiable = differentiable = self._layout.differentiable
         if differentiable and not (self.wanted and torch.is_grad_enabled()):
             raise Untraceable("it makes a tensor that requires a gradient, or switches gradients on")
         if not differentiable:

@@ -153,6 +153,42 @@ def test_backward_twice_without_retain_graph():
         loss.backward()
 
 
+def adversaries(net, x, y):
+    """Two losses with nothing in common but the data."""
+    return net.layers(x * net.p[:6]).sin().mean(), net.teacher(x * net.p[:6]).square().mean()
+
+
+def test_backward_of_one_loss_after_the_other():
+    """Without ``retain_graph``, and with an update between: eager still has the graph of the second loss."""
+
+    def make():
+        net = Net()
+        net.teacher.requires_grad_()
+        return net
+
+    def outer(compiled, net, x, y):
+        a, b = compiled(net, x, y)
+        a.backward()
+        with torch.no_grad():
+            for p in net.layers.parameters():
+                p.sub_(p.grad)
+        return b
+
+    assert_same(outer, adversaries, make, steps=4)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "ort"])
+def test_backward_of_losses_that_share_a_graph(compiled):
+    """What one loss has used up is not there for the other one."""
+    function = compile(loss_and_logits) if compiled else loss_and_logits
+    net, (x, y) = Net(), batch(torch.float32)
+    for _ in range(3):
+        a, b = function(net, x, y)
+        a.backward()
+        with pytest.raises(RuntimeError, match="retain_graph=True"):
+            b.square().mean().backward()
+
+
 def penalty(compiled, net, x, y):
     x = x.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(compiled(net, x, y), x, create_graph=True)

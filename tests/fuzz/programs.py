@@ -68,7 +68,7 @@ class Program:
         statements: the body of the step.
         results: names of the tensors it returns; the first is the loss.
         several: gradients arrive at the sum of all results that require one, not only at the loss.
-        apart: they arrive at one result after the other, in a ``backward`` for each.
+        apart: they arrive at one result after the other, in a ``backward`` for each, which keeps the graph or does not.
     """
 
     seed: int
@@ -362,7 +362,7 @@ def run(
             if program.apart:
                 for extra in results[1:]:
                     if extra.requires_grad:
-                        (extra.sum() * 0.3).backward(retain_graph=True)
+                        (extra.sum() * 0.3).backward(retain_graph=program.seed % 3 > 0)
             elif program.several:
                 for extra in results[1:]:
                     if extra.requires_grad:

@@ -38,12 +38,22 @@ FOUND = {
         """,
         [Case(2)],
     ),
-    "gradient of a product with NaN, by torch's own operators": (
+    "gradients at NaN, by torch's own operators": (
         """
         t0 = y.prod(-1)
-        t3 = t0.mean() + (y * 0.5).prod()
+        t3 = t0.mean() + (y * 0.5).prod() + torch.cos(y).max() + x.cumprod(-1).mean()
         """,
         [Case(6), Case(6, "nan")],
+    ),
+    "two outputs that are the same for one row": (
+        """
+        t0 = torch.cdist(x, x + 1.0)
+        t1 = torch.logcumsumexp(t0, dim=-1)
+        if t0.detach().sum().item() > 1e9:
+            return t0.sum(), t0
+        t3 = t0.mean() + (t1 * 0.3).sum()
+        """,
+        [Case(1), Case(1)],
     ),
 }
 

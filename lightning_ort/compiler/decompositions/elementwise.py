@@ -126,13 +126,13 @@ def hardtanh_backward(grad: Tensor, x: Tensor, min_val: float, max_val: float) -
     return torch.where((x > min_val) & (x < max_val), grad, 0)
 
 
-@composes(aten.softshrink.default)
+@composes(aten.softshrink.default, native=True)
 def softshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
     shrunk = torch.where(x > lambd, x - lambd, x + lambd)
     return torch.where((x < -lambd) | (x > lambd), shrunk, x.detach() * 0)
 
 
-@composes(aten.hardshrink.default)
+@composes(aten.hardshrink.default, native=True)
 def hardshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
     is_outside = (x < -lambd) | (x > lambd)
     return torch.where(is_outside, x, x.detach().masked_fill((x >= -lambd) & (x <= lambd), 0))

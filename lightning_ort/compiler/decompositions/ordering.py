@@ -41,7 +41,7 @@ def _of_all(choose: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Any]:
 
 
 for _choose in (aten.max.default, aten.min.default, aten.median.default, aten.nanmedian.default):
-    composes(_choose)(_of_all(_choose))
+    composes(_choose, native=True)(_of_all(_choose))
 
 
 def _has_nothing(x: Tensor) -> bool:
