@@ -63,7 +63,7 @@ class EagerGraph:
                     tensors = list(_saved_by(function))
                     kept.update(t.untyped_storage()._cdata for t in tensors if t is not None)
                     # a write through a view keeps the function of what was written
-                    if tensors or function.name() == "CopySlices":
+                    if tensors or function.name().endswith("CopySlices"):
                         keeping.add(functions.setdefault(function, len(functions)))
                     pending += [source for source, _ in function.next_functions]
             saved[output] = frozenset(i for key in kept for i in of_inputs.get(key, ()))
