@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print the table, write the file if asked to; returns what is written."""
     options = _parser().parse_args(arguments)
     settings = Settings.quick(options.threads) if options.quick else Settings(threads=options.threads)
+    settings = dataclasses.replace(settings, precision=options.precision)
     if options.rounds:
         settings = dataclasses.replace(settings, rounds=options.rounds)
     # what is not a terminal counts as 80 columns wide, too few for the table
@@ -63,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES), help="default: all")
     parser.add_argument("--rounds", type=int, help="turns of each strategy (default: 8)")
     parser.add_argument("--threads", type=int, help="threads of torch and ONNX Runtime (default: torch's choice)")
+    parser.add_argument("--precision", default="32-true", help="of the Trainer, such as bf16-mixed (default: 32-true)")
     parser.add_argument("--quick", action="store_true", help="a few steps, to see that it works; figures mean nothing")
     parser.add_argument(
         "--output",

@@ -1,8 +1,8 @@
 """One running ``Trainer.fit`` that works only when it is its turn.
 
-``python -m benchmarks.child '{"model": ..., "strategy": ..., "threads": ...}'`` reads one JSON object a line from
-standard input, ``{"seconds": ..., "steps": ...}``, trains at least so long and so many steps, and answers with
-``{"times": [seconds of each step]}`` on standard output. When its input ends it stops training and answers with what
+``python -m benchmarks.child '{"model": ..., "strategy": ..., "threads": ..., "precision": ...}'`` reads one JSON object
+a line from standard input, ``{"seconds": ..., "steps": ...}``, trains at least so long and so many steps, and answers
+with ``{"times": [seconds of each step]}`` on standard output. When its input ends it stops training and answers with what
 it knows about itself: peak memory, threads, what was compiled. All else that is printed goes to standard error.
 """
 
@@ -92,6 +92,8 @@ def compiled(trainer: Trainer, strategy: str) -> dict[str, Any]:
         return {
             "compile_seconds": report.compile_seconds,
             "graphs": report.graphs,
+            "graphs_in_torch": report.graphs_in_torch,
+            "measured_ms": [dict(times) for times in report.measured],
             "recompilations": len(report.recompilations),
             "graph_breaks": [f"{b.reason} ({b.source})" for b in report.graph_breaks],
             "in_torch": [f"{t.what}: {t.reason}" for t in report.in_torch],
@@ -104,7 +106,7 @@ def compiled(trainer: Trainer, strategy: str) -> dict[str, Any]:
     return {}
 
 
-def train(model: str, strategy: str, turns: Turns) -> dict[str, Any]:
+def train(model: str, strategy: str, precision: Any, turns: Turns) -> dict[str, Any]:
     """Train until there are no more turns; returns what the compiler did."""
     if strategy == "ort":
         import lightning_ort  # noqa: F401  (registers the strategy)
@@ -113,6 +115,7 @@ def train(model: str, strategy: str, turns: Turns) -> dict[str, Any]:
     trainer = Trainer(
         strategy="ort" if strategy == "ort" else "auto",
         accelerator="cpu",
+        precision=precision,
         max_epochs=-1,
         callbacks=[turns],
         logger=False,
@@ -136,7 +139,7 @@ def main() -> None:
     if settings["threads"]:
         torch.set_num_threads(settings["threads"])
     turns = Turns(sys.stdin, replies)
-    details = train(settings["model"], settings["strategy"], turns)
+    details = train(settings["model"], settings["strategy"], settings["precision"], turns)
     turns.answer({"peak_bytes": peak_memory(), "threads": torch.get_num_threads(), "compiler": details})
 
 

@@ -28,6 +28,7 @@ class Settings:
         steps: least number of steps in a turn.
         warmup_steps: steps of the first turn, which does not count.
         threads: torch's number of threads, which ONNX Runtime takes over; ``None`` leaves it to torch.
+        precision: of the Trainer.
     """
 
     rounds: int = 8
@@ -35,6 +36,7 @@ class Settings:
     steps: int = 4
     warmup_steps: int = 12
     threads: int | None = None
+    precision: str = "32-true"
 
     @classmethod
     def quick(cls, threads: int | None = None) -> Settings:
@@ -56,7 +58,9 @@ def measure(model: str, strategies: Sequence[str], settings: Settings) -> list[d
         fits: dict[str, Fit] = {}
         for strategy in strategies:
             scratch = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
-            fits[strategy] = stack.enter_context(Fit(model, strategy, settings.threads, Path(scratch)))
+            fits[strategy] = stack.enter_context(
+                Fit(model, strategy, settings.threads, settings.precision, Path(scratch))
+            )
             with _failure(strategy, failures):
                 warmup[strategy] = fits[strategy].turn(0, settings.warmup_steps)
         for _ in range(settings.rounds):

@@ -28,11 +28,13 @@ class Fit:
         model: name of the model.
         strategy: ``"auto"``, ``"compile"`` or ``"ort"``.
         threads: torch's number of threads, which ONNX Runtime takes over; ``None`` leaves it to torch.
+        precision: of the Trainer.
         scratch: an empty folder for what is compiled, so that nothing comes from the cache of an earlier run.
     """
 
-    def __init__(self, model: str, strategy: str, threads: int | None, scratch: Path) -> None:
-        settings = {"model": model, "strategy": strategy, "threads": threads}
+    def __init__(self, model: str, strategy: str, threads: int | None, precision: str, scratch: Path) -> None:
+        settings = {"model": model, "strategy": strategy, "threads": threads, "precision": precision}
+        caches = {"TORCHINDUCTOR_CACHE_DIR": str(scratch), "LIGHTNING_ORT_CACHE_DIR": str(scratch)}
         self._errors: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed by __exit__)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.child", json.dumps(settings)],
@@ -41,7 +43,7 @@ class Fit:
             stderr=self._errors,
             text=True,
             cwd=_ROOT,
-            env={**os.environ, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCHINDUCTOR_CACHE_DIR": str(scratch)},
+            env={**os.environ, **caches, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"},
         )
 
     def turn(self, seconds: float, steps: int) -> list[float]:

@@ -16,7 +16,7 @@ from rich.table import Table
 
 __all__ = ["markdown", "print_table"]
 
-_COLUMNS = ("model", "strategy", "step", "speed", "range", "compile", "peak memory", "graphs", "breaks", "in torch")
+_COLUMNS = ("model", "strategy", "step", "speed", "range", "compile", "peak memory", "graphs", "breaks", "fallbacks")
 
 
 def _rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -40,11 +40,18 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
             f"{speed['least']:.2f}-{speed['most']:.2f}" if speed else "",
             f"{r['compile_s']:.1f} s",
             peak,
-            _count(r, "graphs"),
+            _graphs(r["compiler"]),
             _count(r, "graph_breaks"),
             _count(r, "in_torch"),
         ))  # fmt: skip
     return rows
+
+
+def _graphs(compiler: dict[str, Any]) -> str:
+    """How many there are, and who runs them where that was a matter of speed."""
+    if not compiler.get("graphs_in_torch"):
+        return str(compiler.get("graphs", ""))
+    return f"{compiler['graphs']} ({compiler['graphs_in_torch']} in torch)"
 
 
 def _count(result: dict[str, Any], name: str) -> str:
@@ -58,7 +65,8 @@ def _caption(report: dict[str, Any]) -> str:
     return (
         f"{machine['cpu']}, {machine['cores']} cores, {'/'.join(map(str, threads))} threads, "
         f"{machine['memory_gb']} GB; load at the start {machine['load_average']:.1f}; "
-        f"{', '.join(f'{name} {version}' for name, version in versions.items())}; {report['date']}"
+        f"{', '.join(f'{name} {version}' for name, version in versions.items())}; "
+        f"{report['settings'].get('precision', '32-true')}; {report['date']}"
     )
 
 

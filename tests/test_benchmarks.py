@@ -58,7 +58,7 @@ def test_markdown_shows_ratios_and_failures():
     auto["speed"] = {"median": 1.0, "least": 1.0, "most": 1.0}
     ort = {"step_ms": 0.4, "compile_s": 1.5, "peak_mb": 440.0, "threads": 2}
     ort["speed"] = {"median": 1.25, "least": 1.2, "most": 1.3}
-    ort["compiler"] = {"graphs": 1, "graph_breaks": ["print"], "in_torch": []}
+    ort["compiler"] = {"graphs": 2, "graphs_in_torch": 1, "graph_breaks": ["print"], "in_torch": []}
     report = {
         "date": "2030-01-01",
         "machine": {"cpu": "Abacus", "cores": 2, "memory_gb": 8.0, "load_average": 0.0},
@@ -71,12 +71,12 @@ def test_markdown_shows_ratios_and_failures():
         ],
     }
     assert markdown(report).splitlines() == [
-        "Abacus, 2 cores, 2 threads, 8.0 GB; load at the start 0.0; torch 2.13.0; 2030-01-01",
+        "Abacus, 2 cores, 2 threads, 8.0 GB; load at the start 0.0; torch 2.13.0; 32-true; 2030-01-01",
         "",
-        "| model | strategy | step | speed | range | compile | peak memory | graphs | breaks | in torch |",
+        "| model | strategy | step | speed | range | compile | peak memory | graphs | breaks | fallbacks |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
         "| rl | auto | 0.5 ms | 1.00x | 1.00-1.00 | 0.0 s | 400 MB (1.00x) |  |  |  |",
-        "|  | ort | 0.4 ms | 1.25x | 1.20-1.30 | 1.5 s | 440 MB (1.10x) | 1 | 1 | 0 |",
+        "|  | ort | 0.4 ms | 1.25x | 1.20-1.30 | 1.5 s | 440 MB (1.10x) | 2 (1 in torch) | 1 | 0 |",
         "| mlp | ort | failed |  |  |  |  |  |  |  |",
     ]
 
