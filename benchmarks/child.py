@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.child '{"model": ..., "strategy": ..., "threads": ..., "precision": ...}'`` reads one JSON object
 a line from standard input, ``{"seconds": ..., "steps": ...}``, trains at least so long and so many steps, and answers
-with ``{"times": [seconds of each step]}`` on standard output. When its input ends it stops training and answers with what
-it knows about itself: peak memory, threads, what was compiled. All else that is printed goes to standard error.
+with ``{"times": [seconds of each step]}`` on standard output. When its input ends it stops training and answers with
+what it knows about itself: peak memory, threads, what was compiled. All else that is printed goes to standard error.
 """
 
 from __future__ import annotations
