@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compiler import region, trace
+from lightning_ort.compiler import compilation, trace
 from lightning_ort.compiler.trace import Traced
+from lightning_ort.compiler.trace_cache import TRACES
 
 __all__ = ["cuda_traces", "hooks", "possible"]
 
@@ -128,18 +129,20 @@ def cuda_traces(seen: list[Traced] | None = None) -> Iterator[list[Traced]]:
         what was traced, in order.
     """
     found: list[Traced] = [] if seen is None else seen
-    real_trace, real_tangents = region.trace, trace._tangents
+    real_trace, real_tangents = compilation.trace, trace._tangents
 
     def traced(graph: fx.GraphModule, fakes: Sequence[Any], *args: Any, **kwargs: Any) -> Traced:
         with hooks():
             found.append(real_trace(_elsewhere(graph), [_moved(x) for x in fakes], *args, **kwargs))
         return found[-1]
 
-    region.trace, trace._tangents = traced, lambda *args: [_moved(t) for t in real_tangents(*args)]
+    compilation.trace, trace._tangents = traced, lambda *args: [_moved(t) for t in real_tangents(*args)]
+    TRACES.clear()
     try:
         yield found
     finally:
-        region.trace, trace._tangents = real_trace, real_tangents
+        compilation.trace, trace._tangents = real_trace, real_tangents
+        TRACES.clear()
 
 
 def _moved(x: Any) -> Any:
