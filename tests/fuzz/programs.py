@@ -9,89 +9,23 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import linecache
 import logging
 import math
 import multiprocessing
 import os
-import random
 import re
 import time
 import traceback
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
-from torch import nn
 
-from .operations import BLOCKS, DIFFERENT, INPLACE, OPERATIONS, Operation
+from .making import make, runs
+from .steps import Case, Program, State, cases, fresh_state, run
 
-__all__ = ["Case", "Failure", "Program", "cases", "check", "fresh_state", "make", "run", "shrink"]
-
-_ARGUMENTS = ("x", "y", "image", "labels", "step", "k")
-_MOST_ENTRIES = 4000
-"""in a tensor of a program: larger results are left out"""
-
-
-class State(nn.Module):
-    """What the programs read and write: parameters, buffers and two layers."""
-
-    mean: torch.Tensor
-    scale: torch.Tensor
-    queue: torch.Tensor
-    count: torch.Tensor
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(4, 4) * 0.5)
-        self.v = nn.Parameter(torch.randn(4))
-        self.kernel = nn.Parameter(torch.randn(2, 2, 3, 3) * 0.3)
-        self.linear = nn.Linear(4, 4)
-        self.norm = nn.BatchNorm1d(4)
-        self.register_buffer("mean", torch.zeros(4))
-        self.register_buffer("scale", torch.ones(4))
-        self.register_buffer("queue", torch.randn(4, 3))
-        self.register_buffer("count", torch.zeros(()))
-        self.to(dtype)
-
-
-@dataclasses.dataclass
-class Program:
-    """A step as source text.
-
-    Attributes:
-        seed: what it was made from.
-        dtype: of parameters and data.
-        statements: the body of the step.
-        results: names of the tensors it returns; the first is the loss.
-        several: gradients arrive at the sum of all results that require one, not only at the loss.
-        apart: they arrive at one result after the other, in a ``backward`` for each, which keeps the graph or does not.
-    """
-
-    seed: int
-    dtype: torch.dtype
-    statements: list[str]
-    results: list[str]
-    several: bool = False
-    apart: bool = False
-
-    @property
-    def source(self) -> str:
-        """The step as a function ``step(self, x, y, image, labels, step, k)``."""
-        body = "\n".join([*self.statements, f"return {', '.join(self.results)},"])
-        lines = "\n".join(f"    {line}" for line in body.splitlines())
-        return f"def step(self, {', '.join(_ARGUMENTS)}):\n{lines}\n"
-
-    def function(self) -> Callable[..., Sequence[torch.Tensor]]:
-        """The step, in a form whose lines Dynamo can show."""
-        name = f"<program {self.seed}>"
-        linecache.cache[name] = (len(self.source), None, self.source.splitlines(keepends=True), name)
-        namespace = {"torch": torch, "F": nn.functional}
-        exec(compile(self.source, name, "exec"), namespace)
-        return namespace["step"]  # type: ignore[return-value]
+__all__ = ["Failure", "check", "explore", "shrink"]
 
 
 @dataclasses.dataclass
@@ -108,274 +42,6 @@ class Failure:
             ", gradients at one after the other" if program.apart else ", gradients at all" if program.several else ""
         )
         return f"seed {program.seed}, {program.dtype}{where}: {self.kind}\n{self.detail}\n{program.source}"
-
-
-# -- data ---------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One call of a step: size of its batch and what its data are like."""
-
-    batch: int
-    data: str = "normal"
-
-
-_CALLS = [
-    (8, [Case(6), Case(6, "special")]),
-    (5, [Case(6), Case(5), Case(4, "special")]),
-    (2, [Case(1), Case(1, "special")]),
-    (2, [Case(0)]),
-    (1, [Case(5), Case(1)]),
-    (1, [Case(5), Case(0), Case(4)]),
-    (1, [Case(6), Case(6), Case(5), Case(6, "special"), Case(1), Case(0)]),
-]
-"""How often which calls are made: each size that is new costs a compilation, most of the time of a program."""
-
-
-def cases(program: Program) -> list[Case]:
-    """The calls that a program is checked with, in order."""
-    text = "\n".join(program.statements)
-    without = {kind for operation, kinds in DIFFERENT.items() if operation in text for kind in kinds}
-    rng = random.Random(program.seed)
-    (calls,) = rng.choices([calls for _, calls in _CALLS], [weight for weight, _ in _CALLS])
-    special = rng.choice([kind for kind in ("zeros", "ties", "large", "nan", "inf") if kind not in without])
-    calls = [dataclasses.replace(c, data=special) if c.data == "special" else c for c in calls]
-    return [c for c in calls if c.batch or "empty" not in without] or [Case(6)]
-
-
-def arguments(case: Case, number: int, dtype: torch.dtype) -> list[Any]:
-    """Arguments of the ``number``-th call."""
-    generator = torch.Generator().manual_seed(number)
-
-    def tensor(*shape: int) -> torch.Tensor:
-        x = torch.randn(case.batch, *shape, generator=generator, dtype=torch.float64)
-        if case.data == "zeros":
-            x = x * (torch.rand(x.shape, generator=generator) > 0.7)
-        elif case.data == "ties":
-            x = (x * 2).round() / 2
-        elif case.data in ("nan", "inf") and x.numel():
-            x.view(-1)[int(torch.randint(x.numel(), (), generator=generator))] = float(case.data)
-        elif case.data == "large":
-            x = x * 100
-        return x.to(dtype).requires_grad_()
-
-    labels = torch.randint(4, (case.batch,), generator=generator)
-    return [tensor(4), tensor(3, 4), tensor(2, 6, 6), labels, number, 0.5 + 0.25 * (number % 3)]
-
-
-# -- making programs ------------------------------------------------------------------------------------------------
-
-
-def make(seed: int, length: int | None = None) -> Program:
-    """Make the program of a seed.
-
-    Every statement is tried in eager with batches of two sizes, and left out where it raises.
-
-    Args:
-        seed: what everything follows from.
-        length: number of statements; by default such that there are 10 to 60 calls, small numbers more often.
-    """
-    rng = random.Random(seed)
-    maker = _Maker(rng)
-    length = 6 + int(25 * rng.random() ** 4) if length is None else length
-    for _ in range(8 * length):
-        if len(maker.statements) >= length:
-            break
-        maker.add()
-    program = Program(
-        seed,
-        rng.choice([torch.float64, torch.float64, torch.float32]),
-        maker.statements,
-        maker.finish(),
-        several=rng.random() < 0.25,
-        apart=rng.random() < 0.1,
-    )
-    while not _runs(program):
-        # a write into what autograd needs, which only backward finds out
-        inplace = [i for i, s in enumerate(program.statements) if i in maker.inplace and s != "pass"]
-        if not inplace:
-            return make(seed + 1_000_003, length)
-        program.statements[inplace[-1]] = "pass"
-    program.statements = [s for s in program.statements if s != "pass"]
-    return program
-
-
-def _runs(program: Program) -> bool:
-    return all(
-        not isinstance(run(program, program.function(), fresh_state(program.dtype), case, number), Exception)
-        for number, case in enumerate([Case(6), Case(5)])
-    )
-
-
-class _Maker:
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
-        self._worlds = []
-        for batch in (6, 5):
-            values = arguments(Case(batch), 0, torch.float64)
-            world: dict[str, Any] = {"torch": torch, "F": nn.functional, "self": fresh_state(torch.float64)}
-            world |= dict(zip(_ARGUMENTS, values, strict=True))
-            self._worlds.append(world)
-        self._names = ["x", "y", "x", "y"]
-        self.statements: list[str] = []
-        self.inplace: set[int] = set()
-
-    def add(self) -> None:
-        """Add a statement, if the one that is drawn works."""
-        kind = self._rng.random()
-        new = f"t{len(self.statements)}"
-        if kind < 0.10:
-            text, defines = self._block(new)
-        elif kind < 0.18:
-            text, defines = self._fill(self._rng.choice(INPLACE), owned=True), False
-        else:
-            operation = self._rng.choices(OPERATIONS, [o.weight for o in OPERATIONS])[0]
-            expression = self._fill(operation)
-            text, defines = expression and f"{new} = {expression}", True
-        if not text or not self._works(text, new if defines else None):
-            return
-        if 0.10 <= kind < 0.18:
-            self.inplace.add(len(self.statements))
-        self.statements.append(text)
-        if defines:
-            self._names.append(new)
-
-    def finish(self) -> list[str]:
-        """Add the loss; returns names of results."""
-        floats = [n for n in dict.fromkeys(self._names) if n.startswith("t")]
-        recent = floats[-12:]
-        chosen = self._rng.sample(recent, min(len(recent), 5))
-        terms = [f"{n}.mean()" if self._rng.random() < 0.5 else f"({n} * 0.3).tanh().sum()" for n in chosen]
-        self.statements.append(f"loss = {' + '.join([*terms, 'x.sum() * 0.01'])}")
-        others = self._rng.sample(floats, min(len(floats), self._rng.randint(0, 3)))
-        return ["loss", *others]
-
-    def _block(self, new: str) -> tuple[str, bool]:
-        block = self._rng.choice(BLOCKS)
-        names = {"new": new, "a": self._pick((1, 3), 0), "a4": self._pick((2, 3), 4), "b4": self._pick((1, 3), 4)}
-        if any(v is None and "{" + k + "}" in block for k, v in names.items()):
-            return "", False
-        text = block
-        for key, value in names.items():
-            text = text.replace("{" + key + "}", str(value))
-        return text, "{new}" in block
-
-    def _fill(self, operation: Operation, *, owned: bool = False) -> str:
-        a = self._pick(operation.ndim, operation.last, owned=owned)
-        if a is None:
-            return ""
-        shape = self._worlds[0][a].shape
-        fitting = [n for n in dict.fromkeys(self._names) if self._fits(n, shape, operation.same)]
-        values = {
-            "a": a,
-            "b": self._rng.choice(fitting),
-            "f": str(self._rng.choice([0.25, 0.5, 0.75, 1.5, 2.0])),
-            "d": str(self._rng.choice([0, -1]) if len(shape) < 3 else self._rng.choice([0, 1, -1])),
-        }
-        text = operation.text
-        for key, value in values.items():
-            text = text.replace("{" + key + "}", value)
-        return text
-
-    def _pick(self, ndim: tuple[int, int], last: int, *, owned: bool = False) -> str | None:
-        def fits(name: str) -> bool:
-            value = self._worlds[0][name]
-            if owned and not name.startswith("t"):
-                return False
-            if not ndim[0] <= value.dim() <= ndim[1] or (ndim[0] < 0 and value.dim() != -ndim[0]):
-                return False
-            size = value.shape[-1] if value.dim() else 0
-            return size == last if last > 0 else size >= -last
-
-        # the newer, the likelier: programs are chains rather than lists
-        names = [n for n in self._names if fits(n)]
-        return self._rng.choices(names, [1 + i for i in range(len(names))])[0] if names else None
-
-    def _fits(self, name: str, shape: torch.Size, same: bool) -> bool:
-        other = self._worlds[0][name].shape
-        if other == shape:
-            return True
-        if same or len(other) > len(shape):
-            return False
-        return all(o in (1, s) for o, s in zip(reversed(other), reversed(shape), strict=False))
-
-    def _works(self, text: str, new: str | None) -> bool:
-        if "return" in text:  # only in branches that are not taken
-            return True
-        for world in self._worlds:
-            trial = text
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    exec(trial, world)
-            except (RuntimeError, IndexError, ValueError, TypeError):
-                return False
-            if new is not None:
-                value = world.get(new)
-                if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-                    return False
-                if value.numel() > _MOST_ENTRIES or not value.detach().isfinite().all():
-                    return False
-                if value.detach().abs().sum() > 1e6:
-                    return False
-        return True
-
-
-# -- running programs -----------------------------------------------------------------------------------------------
-
-
-def fresh_state(dtype: torch.dtype) -> State:
-    """The state that every program starts from."""
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(7)
-        return State(dtype)
-
-
-def run(
-    program: Program, function: Callable[..., Any], state: State, case: Case, number: int, disturb: float = 0.0
-) -> dict[str, torch.Tensor] | Exception:
-    """Results, gradients, buffers and random state after one call, by name; or what it raised.
-
-    Args:
-        program: what is run.
-        function: its step, compiled or not.
-        state: what the step reads and writes; is changed.
-        case: size and kind of the data.
-        number: of the call.
-        disturb: relative size of a random disturbance of all data and of the state.
-    """
-    values = arguments(case, number, program.dtype)
-    if disturb:
-        generator = torch.Generator().manual_seed(int(disturb * 1e18) % 2**31)
-        with torch.no_grad():
-            for t in [*values[:3], *state.parameters(), *state.buffers()]:
-                if t.is_floating_point():
-                    t.mul_(1 + disturb * torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype))
-    state.zero_grad()
-    torch.manual_seed(number)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            results = function(state, *values)
-            total = results[0]
-            if program.apart:
-                for extra in results[1:]:
-                    if extra.requires_grad:
-                        (extra.sum() * 0.3).backward(retain_graph=program.seed % 3 > 0)
-            elif program.several:
-                for extra in results[1:]:
-                    if extra.requires_grad:
-                        total = total + extra.sum() * 0.3
-            if total.requires_grad:
-                total.backward()
-    except Exception as error:
-        return error
-    found = {f"result {n}": r.detach().clone() for n, r in zip(program.results, results, strict=False)}
-    leaves = [*zip(_ARGUMENTS, values[:3], strict=False), *state.named_parameters()]
-    found |= {f"gradient of {n}": t.grad.clone() for n, t in leaves if t.grad is not None}
-    found |= {n: b.clone() for n, b in state.named_buffers()}
-    return found | {"random state": torch.get_rng_state()}
 
 
 def check(
@@ -517,7 +183,7 @@ def shrink(failure: Failure, seconds: float = 120.0) -> Failure:
             for results in ([*best.program.results[:1]], best.program.results):
                 program = dataclasses.replace(best.program, statements=kept, results=results)
                 program = _with_loss(program)
-                if not _runs(program):
+                if not runs(program):
                     continue
                 again = check(program, verify=verify, calls=calls)
                 if again is not None and again.kind == failure.kind:
@@ -583,6 +249,8 @@ def explore(seeds: Iterator[int], seconds: float, *, patience: float = 300.0, cu
         process.kill()
         process = None
     if process is not None:
+        ours.send(None)
+        process.join(10)
         process.kill()
 
 

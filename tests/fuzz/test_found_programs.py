@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .programs import Case, Program, check
+from .programs import check
+from .steps import Case, Program
 
 FOUND = {
     "undone norm without a gradient": (

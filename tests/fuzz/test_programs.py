@@ -7,7 +7,9 @@ import importlib.util
 import pytest
 import torch
 
-from .programs import Case, Failure, Program, cases, check, fresh_state, make, run
+from .making import make
+from .programs import Failure, check
+from .steps import Case, Program, cases, fresh_state, run
 
 _FIRST = 0 if importlib.util.find_spec("onnxruntime.training") is None else 500
 

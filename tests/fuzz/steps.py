@@ -1,0 +1,182 @@
+"""Random training steps: what one is, what it is called with, and what a call leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+import linecache
+import random
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from .operations import DIFFERENT
+
+__all__ = ["ARGUMENTS", "Case", "Program", "State", "arguments", "cases", "fresh_state", "run"]
+
+ARGUMENTS = ("x", "y", "image", "labels", "step", "k")
+
+
+class State(nn.Module):
+    """What the programs read and write: parameters, buffers and two layers."""
+
+    mean: torch.Tensor
+    scale: torch.Tensor
+    queue: torch.Tensor
+    count: torch.Tensor
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 4) * 0.5)
+        self.v = nn.Parameter(torch.randn(4))
+        self.kernel = nn.Parameter(torch.randn(2, 2, 3, 3) * 0.3)
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("scale", torch.ones(4))
+        self.register_buffer("queue", torch.randn(4, 3))
+        self.register_buffer("count", torch.zeros(()))
+        self.to(dtype)
+
+
+@dataclasses.dataclass
+class Program:
+    """A step as source text.
+
+    Attributes:
+        seed: what it was made from.
+        dtype: of parameters and data.
+        statements: the body of the step.
+        results: names of the tensors it returns; the first is the loss.
+        several: gradients arrive at the sum of all results that require one, not only at the loss.
+        apart: they arrive at one result after the other, in a ``backward`` for each, which keeps the graph or does not.
+    """
+
+    seed: int
+    dtype: torch.dtype
+    statements: list[str]
+    results: list[str]
+    several: bool = False
+    apart: bool = False
+
+    @property
+    def source(self) -> str:
+        """The step as a function ``step(self, x, y, image, labels, step, k)``."""
+        body = "\n".join([*self.statements, f"return {', '.join(self.results)},"])
+        lines = "\n".join(f"    {line}" for line in body.splitlines())
+        return f"def step(self, {', '.join(ARGUMENTS)}):\n{lines}\n"
+
+    def function(self) -> Callable[..., Sequence[torch.Tensor]]:
+        """The step, in a form whose lines Dynamo can show."""
+        name = f"<program {self.seed}>"
+        linecache.cache[name] = (len(self.source), None, self.source.splitlines(keepends=True), name)
+        namespace = {"torch": torch, "F": nn.functional}
+        exec(compile(self.source, name, "exec"), namespace)
+        return namespace["step"]  # type: ignore[return-value]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call of a step: size of its batch and what its data are like."""
+
+    batch: int
+    data: str = "normal"
+
+
+_CALLS = [
+    (8, [Case(6), Case(6, "special")]),
+    (5, [Case(6), Case(5), Case(4, "special")]),
+    (2, [Case(1), Case(1, "special")]),
+    (2, [Case(0)]),
+    (1, [Case(5), Case(1)]),
+    (1, [Case(5), Case(0), Case(4)]),
+    (1, [Case(6), Case(6), Case(5), Case(6, "special"), Case(1), Case(0)]),
+]
+"""How often which calls are made: each size that is new costs a compilation, most of the time of a program."""
+
+
+def cases(program: Program) -> list[Case]:
+    """The calls that a program is checked with, in order."""
+    text = "\n".join(program.statements)
+    without = {kind for operation, kinds in DIFFERENT.items() if operation in text for kind in kinds}
+    rng = random.Random(program.seed)
+    (calls,) = rng.choices([calls for _, calls in _CALLS], [weight for weight, _ in _CALLS])
+    special = rng.choice([kind for kind in ("zeros", "ties", "large", "nan", "inf") if kind not in without])
+    calls = [dataclasses.replace(c, data=special) if c.data == "special" else c for c in calls]
+    return [c for c in calls if c.batch or "empty" not in without] or [Case(6)]
+
+
+def arguments(case: Case, number: int, dtype: torch.dtype) -> list[Any]:
+    """Arguments of the ``number``-th call."""
+    generator = torch.Generator().manual_seed(number)
+
+    def tensor(*shape: int) -> torch.Tensor:
+        x = torch.randn(case.batch, *shape, generator=generator, dtype=torch.float64)
+        if case.data == "zeros":
+            x = x * (torch.rand(x.shape, generator=generator) > 0.7)
+        elif case.data == "ties":
+            x = (x * 2).round() / 2
+        elif case.data in ("nan", "inf") and x.numel():
+            x.view(-1)[int(torch.randint(x.numel(), (), generator=generator))] = float(case.data)
+        elif case.data == "large":
+            x = x * 100
+        return x.to(dtype).requires_grad_()
+
+    labels = torch.randint(4, (case.batch,), generator=generator)
+    return [tensor(4), tensor(3, 4), tensor(2, 6, 6), labels, number, 0.5 + 0.25 * (number % 3)]
+
+
+def fresh_state(dtype: torch.dtype) -> State:
+    """The state that every program starts from."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(7)
+        return State(dtype)
+
+
+def run(
+    program: Program, function: Callable[..., Any], state: State, case: Case, number: int, disturb: float = 0.0
+) -> dict[str, torch.Tensor] | Exception:
+    """Results, gradients, buffers and random state after one call, by name; or what it raised.
+
+    Args:
+        program: what is run.
+        function: its step, compiled or not.
+        state: what the step reads and writes; is changed.
+        case: size and kind of the data.
+        number: of the call.
+        disturb: relative size of a random disturbance of all data and of the state.
+    """
+    values = arguments(case, number, program.dtype)
+    if disturb:
+        generator = torch.Generator().manual_seed(int(disturb * 1e18) % 2**31)
+        with torch.no_grad():
+            for t in [*values[:3], *state.parameters(), *state.buffers()]:
+                if t.is_floating_point():
+                    t.mul_(1 + disturb * torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype))
+    state.zero_grad()
+    torch.manual_seed(number)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            results = function(state, *values)
+            total = results[0]
+            if program.apart:
+                for extra in results[1:]:
+                    if extra.requires_grad:
+                        (extra.sum() * 0.3).backward(retain_graph=program.seed % 3 > 0)
+            elif program.several:
+                for extra in results[1:]:
+                    if extra.requires_grad:
+                        total = total + extra.sum() * 0.3
+            if total.requires_grad:
+                total.backward()
+    except Exception as error:
+        return error
+    found = {f"result {n}": r.detach().clone() for n, r in zip(program.results, results, strict=False)}
+    leaves = [*zip(ARGUMENTS, values[:3], strict=False), *state.named_parameters()]
+    found |= {f"gradient of {n}": t.grad.clone() for n, t in leaves if t.grad is not None}
+    found |= {n: b.clone() for n, b in state.named_buffers()}
+    return found | {"random state": torch.get_rng_state()}
