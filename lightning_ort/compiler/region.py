@@ -131,15 +131,19 @@ class Region:
             return
         kind = f"{derivative.value} {list(differentiated)} {self.scaling is not None}"
         key = Key.of(self.graph, self._fakes, kind, self._surroundings, self._sessions.config)
-        known = MEMORY.get(key)
-        if self._choice is not None:  # the region in another form
-            self._choose(make(self._choice.executor))
-        elif known is not None:
-            self._choose(make(known.executor), known)
-        else:
+        known = self._choice or MEMORY.get(key)  # the former holds for the region in another form as well
+        if known is None:
             self._take(make("onnxruntime"))
             names = ("torch", "inductor") if self._sessions.placement == "fastest+inductor" else ("torch",)
             self._contest = Contest(key, {name: functools.partial(make, name) for name in names})
+            return
+        try:
+            unit = make(known.executor)
+        except Untraceable:  # what was measured was of other sizes, or another form
+            if known.executor == "onnxruntime":
+                raise
+            unit, known = make("onnxruntime"), None
+        self._choose(unit, None if known is self._choice else known)
 
     def _choose(self, unit: Executable | Pair, choice: Choice | None = None, seconds: float = 0.0) -> None:
         """Take into use for good."""

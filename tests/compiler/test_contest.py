@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ort import ORTStrategy
 from lightning_ort.cli import main
-from lightning_ort.compiler import ORTBackend, contest
+from lightning_ort.compiler import ORTBackend, compilation, contest
 from lightning_ort.compiler.contest import MEMORY, Choice, race
+from lightning_ort.compiler.trace import Untraceable
 from lightning_ort.environment import has_cpp_compiler
 from lightning_ort.files.cache import Cache
 from lightning_ort.runtime.config import RuntimeConfig
@@ -212,6 +213,22 @@ def test_choices_are_remembered(races):
     assert len(seen) == 2
 
 
+def test_what_was_chosen_but_cannot_be_compiled(races, monkeypatch):
+    """A choice for other sizes, say, that torch cannot trace: ONNX Runtime runs it, and not eager."""
+    trained(loss_of, BATCHES[:1])
+    MEMORY.forget()
+    torch._dynamo.reset()
+
+    def untraceable(*args, **kwargs):
+        raise Untraceable("it fits some sizes only")
+
+    monkeypatch.setattr(compilation, "TorchExecutable", untraceable)
+    graphs, fallbacks = [], []
+    trained(loss_of, BATCHES[:1], graphs=graphs, on_fallback=fallbacks.append)
+    assert [g.executor for g in graphs] == ["onnxruntime"]
+    assert not fallbacks and not graphs[0].milliseconds
+
+
 def _changed(**values):
     return lambda text: json.dumps({**json.loads(text), **values})
 
@@ -316,8 +333,6 @@ def test_data_that_are_refused_decide_nothing(races):
 
 
 def test_torch_that_fails_loses(races, monkeypatch):
-    from lightning_ort.compiler import compilation
-
     def broken(*args, **kwargs):
         raise RuntimeError("broken")
 
