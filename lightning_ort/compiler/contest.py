@@ -22,6 +22,7 @@ from lightning_ort._version import __version__
 from lightning_ort.compiler.global_state import Surroundings
 from lightning_ort.files.cache import Cache
 from lightning_ort.runtime.config import RuntimeConfig
+from lightning_ort.runtime.memory import release_free_memory
 
 __all__ = ["MEMORY", "Choice", "Contest", "Key", "Memory", "measures", "race"]
 
@@ -32,7 +33,9 @@ _BUDGET = 0.15
 _FEWEST, _MOST = 3, 40
 """rounds"""
 _LONG = 0.2
-"""seconds of a run that is not to be repeated often, and may have much in memory"""
+"""seconds of a run that may have much in memory"""
+_VERY_LONG = 2.0
+"""seconds of a run to which its first time adds little"""
 _PROMISING = 2.0
 """how often as long as ONNX Runtime eager may take for a graph in torch to be tried: one that eager's kernels run
 without autograd saves a part of that, and compiling it takes time"""
@@ -75,25 +78,26 @@ def measures(config: RuntimeConfig, device: torch.device) -> bool:
 
 
 def race(
-    runs: Mapping[str, Callable[[], object]], release: Callable[[str], object] = lambda name: None
+    runs: Mapping[str, Callable[[], object]], is_last: Callable[[str], object] = lambda name: None
 ) -> dict[str, float]:
     """Seconds of one run of each, run in turns, which has each begin with the threads of the others still about.
 
-    The first run of each does not count: kernels are chosen and memory is found then. Long ones run one after the
-    other: what they have in memory would not be there twice in a training.
+    The first run of each does not count: kernels are chosen and memory is found then. Long ones come one after the
+    other and once: what they have in memory would not be there twice in a training.
 
     Args:
         runs: what is run, by name.
-        release: gives back what the one of that name holds of memory.
+        is_last: called before the last run of the one of that name, if that is to give back what it holds in memory.
     """
     first, *others = runs
-    if _timed(runs[first]) > _LONG:
+    warm = _timed(runs[first])
+    if warm > _LONG:
         seconds = {}
         for name, run in runs.items():
-            if name != first:
+            if name != first and warm < _VERY_LONG:
                 run()
-            seconds[name] = min(_timed(run) for _ in range(2))
-            release(name)
+            is_last(name)
+            seconds[name] = _timed(run)
         return seconds
     for name in others:
         runs[name]()
@@ -133,7 +137,7 @@ class Contest(Generic[Unit]):
         unit: Unit,
         run: Callable[[Unit], object],
         eager: Callable[[], object],
-        release: Callable[[Unit], object] = lambda unit: None,
+        shrink: Callable[[Unit], object] = lambda unit: None,
     ) -> tuple[Unit, Choice] | None:
         """The fastest one; ``None`` if these inputs are refused, which the next run will explain.
 
@@ -141,18 +145,20 @@ class Contest(Generic[Unit]):
             unit: what ONNX Runtime runs.
             run: runs a unit.
             eager: computes the same by Dynamo's graph.
-            release: runs a unit such that it gives back what it has in memory.
+            shrink: has the next run of a unit give back what it has in memory.
         """
         units = {"onnxruntime": unit}
 
-        def give_back(name: str) -> None:
+        def is_last(name: str) -> None:
+            release_free_memory()
             if name in units:
-                release(units[name])
+                shrink(units[name])
 
         try:
-            seconds = race({"onnxruntime": lambda: run(unit), "eager": eager}, give_back)
+            seconds = race({"onnxruntime": lambda: run(unit), "eager": eager}, is_last)
         except Exception:
             return None
+        is_long = seconds["onnxruntime"] > _LONG
         hopeless = {"torch"} if seconds.pop("eager") > _PROMISING * seconds["onnxruntime"] else set()
         for name, make in self._rivals.items():
             if name not in hopeless:
@@ -161,9 +167,10 @@ class Contest(Generic[Unit]):
                     made = make()
                     run(made)
                     units[name] = made
-        if len(units) > 1:
-            runs = {name: functools.partial(run, candidate) for name, candidate in units.items()}
-            seconds = race(runs, give_back)
+                    if is_long:
+                        seconds[name] = _timed(functools.partial(run, made))
+        if len(units) > 1 and not is_long:
+            seconds = race({name: functools.partial(run, candidate) for name, candidate in units.items()}, is_last)
         choice = Choice.among(seconds, "onnxruntime")
         MEMORY.put(self._key, choice)
         return units[choice.executor], choice

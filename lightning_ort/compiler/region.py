@@ -23,7 +23,6 @@ from lightning_ort.compiler.outputs import OutputLayout, overlap
 from lightning_ort.compiler.reference import ForkedRNG, evaluate
 from lightning_ort.compiler.trace import Derivative, Untraceable, fake_inputs
 from lightning_ort.runtime.factory import SessionFactory
-from lightning_ort.runtime.memory import release_free_memory
 
 __all__ = ["Region"]
 
@@ -182,16 +181,7 @@ class Region:
             request = (self.graph, args, incoming, self.wanted)
             eager = functools.partial(evaluate, *request, changed=self._changed, surroundings=self._surroundings)
 
-            def run(other: Executable | Pair) -> None:
-                _run_whole(other, inputs, tangents)
-
-            def release(other: Executable | Pair) -> None:
-                for executable in _executables(other):
-                    executable.shrink()
-                run(other)
-                release_free_memory()
-
-            found = contest.settle(unit, run, eager, release)
+            found = contest.settle(unit, lambda other: _run_whole(other, inputs, tangents), eager, _shrink)
         if found is not None:
             self._contest = None
             self._choose(*found, time.perf_counter() - began)
@@ -374,6 +364,11 @@ class Region:
 
 def _executables(unit: Executable | Pair) -> list[Executable]:
     return [unit.forward, unit.backward] if isinstance(unit, Pair) else [unit]
+
+
+def _shrink(unit: Executable | Pair) -> None:
+    for executable in _executables(unit):
+        executable.shrink()
 
 
 def _run_whole(unit: Executable | Pair, inputs: Sequence[Any], incoming: Sequence[torch.Tensor]) -> None:
