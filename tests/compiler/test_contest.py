@@ -38,7 +38,7 @@ def measuring(monkeypatch, tmp_path):
 
 @pytest.fixture
 def races(monkeypatch):
-    """Decide races by a table of milliseconds instead of a clock; gives the table and the list of races that were run."""
+    """Decide races by a table of milliseconds, not by a clock; gives that and the list of races that were run."""
     table, seen = {"onnxruntime": 2.0, "torch": 1.0, "eager": 2.0}, []
 
     def pretend(runs, is_last=None):
