@@ -41,6 +41,8 @@ def make_graph(
     clean: bool = True,
     contrib: bool = False,
     trainable: bool = False,
+    what: str = "",
+    advice: str = "left out of dynamic=",
 ) -> ir.Model:
     """The graph of ``module``, in the mode and with the weights it has now.
 
@@ -55,6 +57,8 @@ def make_graph(
         contrib: ONNX Runtime's own operators may stand for those that an opset lacks.
         trainable: each parameter and buffer stays an initializer of its own, and nothing else is one. Else weights may
             be transposed, merged with others, or left out where they are equal.
+        what: the module in errors; by default its class.
+        advice: how a size is closed, for errors.
 
     Raises:
         ExportError: torch cannot trace the module, or has no ONNX form of an operator in this opset.
@@ -65,7 +69,7 @@ def make_graph(
     # names of sizes may be any text to ORTTrainer
     dims = {n: torch.export.Dim(n if n.isidentifier() else f"size_{i}") for i, n in enumerate(least)}
     shapes = tuple({axis: dims[size] for axis, size in axes.get(name, {}).items()} for name in names)
-    what = type(module.module).__name__
+    what = what or type(module.module).__name__
     with _quiet() as printed:
         try:
             program = _traced(module, example, shapes)
@@ -74,7 +78,7 @@ def make_graph(
         except Exception as error:
             raise ExportError(
                 f"torch.export cannot trace {what} with the open sizes {dict(axes)}: {_reason(error)}"
-                f"{_users_line(printed.getvalue())} A size that cannot change must be left out of dynamic=; Python "
+                f"{_users_line(printed.getvalue())} A size that cannot change must be {advice}; Python "
                 "that depends on the values of tensors cannot be exported."
             ) from error
         try:

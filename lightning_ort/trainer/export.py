@@ -62,6 +62,8 @@ def export(
             clean=internal.enable_internal_postprocess,
             contrib=internal.enable_onnx_contrib_ops,
             trainable=True,
+            what=type(combined.model).__name__,
+            advice="a number in model_desc",
         )
     for name, value in list(model.graph.initializers.items()):
         if name.startswith("model."):
