@@ -146,7 +146,7 @@ def find_mismatch(
     coarsest = max((STEP[dtype] for dtype in half), default=0.0)
     suspects: list[_Suspect] = []
     for kind in _KINDS:
-        ours, theirs = getattr(got, kind), getattr(wanted, kind)
+        ours, theirs = ({n: _real(t) for n, t in getattr(results, kind).items()} for results in (got, wanted))
         scale = max((largest(t) for t in theirs.values() if t.is_floating_point()), default=0.0)
         for number, reference in theirs.items():
             name = names.get(kind, {}).get(number, f"{kind[:-1]} {number}")
@@ -177,6 +177,11 @@ def find_mismatch(
     return Mismatch(suspects[0].text, certain=False) if suspects else None
 
 
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """Real and imaginary parts, where there are such."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 def _evidence(referee: Referee) -> Iterator[tuple[Results, bool]]:
     """Results beside torch's first ones, and whether they are exact; the costliest in memory comes late."""
     for seed in range(_SAMPLES):
@@ -204,6 +209,8 @@ class _Suspect:
         """Take ``(results, exact)`` into account."""
         results, exact = evidence
         other = getattr(results, self.kind).get(self.number)
+        if other is not None:
+            other = _real(other)
         if other is None or other.shape != self._theirs.shape:
             return
         noise = _distances(other, self._theirs)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from lightning_ort.compiler.executors.executable import Executable
 from lightning_ort.compiler.symbolic_shapes import Sizes
@@ -24,7 +25,9 @@ class OutputLayout:
         placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
         for node in placeholders:
             node.meta.setdefault("val", node.meta.get("example_value"))
-        self.views = input_views(graph, Sizes(placeholders))
+        sizes = Sizes(placeholders)
+        self.views: dict[int, InputView | OutputView] = {**input_views(graph, sizes)}
+        self.views |= output_views(self.values, self.views, sizes)
         self.differentiable = [
             i
             for i, v in enumerate(self.values)
@@ -62,13 +65,16 @@ class OutputLayout:
         numbers = executable.numbers(args) if executable.has_numbers else ()
         outputs: list[Any] = []
         for i, part in enumerate(self._parts):
-            if part is None:
-                outputs.append(numbers[i] if numbers else None)
+            if part is None or isinstance(part, OutputView):
+                outputs.append(numbers[i] if numbers and part is None else None)
             elif isinstance(part, tuple):
                 position, change = part
                 outputs.append(tensors[position] if change is None else change(tensors[position]))
             else:
                 outputs.append(part(args))
+        for i, part in enumerate(self._parts):
+            if isinstance(part, OutputView):
+                outputs[i] = part(args, outputs)
         return outputs
 
 
@@ -92,6 +98,51 @@ class InputView:
         numbers = self.geometry(args)
         size, stride, offset = numbers[: self.rank], numbers[self.rank : 2 * self.rank], numbers[-1]
         return args[self.source].as_strided(size, stride, offset)
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputView:
+    """An output that torch would give as a view of output number ``source``, which fills its memory from the start.
+
+    A change in place of one is a change of the other.
+    """
+
+    source: int
+    geometry: Callable[[Sequence[Any]], tuple[Any, ...]]
+    rank: int
+    differentiable: bool
+
+    def __call__(self, args: Sequence[Any], outputs: Sequence[Any]) -> torch.Tensor:
+        numbers = self.geometry(args)
+        size, stride, offset = numbers[: self.rank], numbers[self.rank : 2 * self.rank], numbers[-1]
+        whole = outputs[self.source] if self.differentiable else outputs[self.source].detach()
+        return whole.contiguous().as_strided(size, stride, whole.storage_offset() + offset)
+
+
+def output_views(values: Sequence[Any], known: Collection[int], sizes: Sizes) -> dict[int, OutputView]:
+    """Output number to the view of another output that it is, apart from those that are ``known`` to be views."""
+    tensors = {i: x for i, x in enumerate(values) if isinstance(x, torch.Tensor) and i not in known}
+    views: dict[int, OutputView] = {}
+    for i, x in tensors.items():
+        for j, whole in tensors.items():
+            if x is whole or j in views or not same_storage(x, whole) or x.dtype != whole.dtype:
+                continue
+            of_two_the_first = j < i or not _fills_memory(x)
+            if of_two_the_first and _fills_memory(whole) and (whole.requires_grad or not x.requires_grad):
+                geometry = sizes.evaluator([*x.shape, *x.stride(), x.storage_offset()])
+                views[i] = OutputView(j, geometry, x.dim(), x.requires_grad)
+                break
+    return views
+
+
+def _fills_memory(x: torch.Tensor) -> bool:
+    """Whether ``x`` is known to lie in all of its memory, row by row, whatever the open sizes are."""
+    count: Any = 1
+    for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
+        if not statically_known_true(stride == count) and not statically_known_true(size == 1):
+            return False
+        count = count * size
+    return statically_known_true(count * x.itemsize == x.untyped_storage().nbytes())
 
 
 def same_storage(a: Any, b: Any) -> bool:

@@ -55,7 +55,7 @@ def beside_an_output(net, x):
 
 def collected(net, x):
     """Gradients pass through a tensor that had none, and are easily lost."""
-    rows = torch.zeros(3, 4)
+    rows = torch.zeros(len(x), 4)
     graph_break()
     rows[1] = net(x)[0]
     graph_break()
@@ -63,12 +63,53 @@ def collected(net, x):
 
 
 def collected_beside_an_output(net, x):
-    rows = torch.zeros(3, 4)
+    rows = torch.zeros(len(x), 4)
     graph_break()
     z = net(x)
     rows[1] = z[0]
     graph_break()
     return (rows + z).square().sum()
+
+
+def through_a_view(net, x):
+    y = net(x)
+    flat, row, turned, same = y.view(-1), y[1], y.t(), y.reshape(*x.shape)
+    graph_break()
+    flat[0] = 1.0
+    row.mul_(2.0)
+    graph_break()
+    same.add_(turned.detach().mean())
+    return (y**3).sum() + flat.sin().sum() + (turned * 2).cos().sum() + row.sum()
+
+
+def through_parts_without_gradients(net, x):
+    with torch.no_grad():
+        left, right = (whole := x * 2).chunk(2, 1)
+    y = net(x).detach()
+    last = y[-1]
+    graph_break()
+    left.zero_()
+    last.mul_(3.0)
+    graph_break()
+    return ((whole + y) * net(x)).sum() + right.sum()
+
+
+def given_twice(net, x):
+    """One result under several names, which are copies of it or not."""
+    y = net(x)
+    copied, same = y.clone(), y.contiguous()
+    graph_break()
+    copied.mul_(2.0)
+    graph_break()
+    return (copied * same).sum() + y.sin().sum()
+
+
+def complex_numbers(net, x):
+    y = torch.fft.rfft(net(x))
+    graph_break()
+    y.mul_(2)
+    graph_break()
+    return y.abs().sum()
 
 
 def detached(net, x):
@@ -90,7 +131,7 @@ def without_gradients(net, x):
 
 STEPS = (
     by_numbers, by_a_factor, by_other_results, by_data, beside_an_output, collected, collected_beside_an_output,
-    detached, without_gradients,
+    through_a_view, through_parts_without_gradients, given_twice, complex_numbers, detached, without_gradients,
 )  # fmt: skip
 
 
@@ -98,7 +139,7 @@ STEPS = (
 def test_changed_by_the_next_region(step):
     """Values and gradients are eager's, and nothing is changed twice, whether first runs are compared or not."""
     torch.manual_seed(0)
-    net, batches = nn.Linear(4, 4), torch.randn(2, 3, 4)
+    net, batches = nn.Linear(4, 4), [torch.randn(rows, 4) for rows in (3, 3, 5)]
 
     def run(function):
         found = []
