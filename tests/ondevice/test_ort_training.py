@@ -112,3 +112,11 @@ def test_artifacts_that_onnx_runtime_has_made(name):
     assert module.input_names() == ["x", "labels"]
     frozen = [n for n, p in state.parameters if not p.requires_grad]
     assert frozen == [n for n, p in theirs.parameters if not p.requires_grad] and (frozen or "transformer" in name)
+
+
+def test_a_training_model_as_the_evaluation_model(generated, tmp_path):
+    folder = rewritten(generated["mlp"], tmp_path, config_of(Recording("mlp_adam_default")), "ort-training")
+    model = folder / "training_model.onnx"
+    state = CheckpointState.load_checkpoint(folder / "checkpoint")
+    with pytest.raises(ValueError, match=r"training_model.onnx' takes '.*', as training models do; expected an eval"):
+        Module(model, state, model)

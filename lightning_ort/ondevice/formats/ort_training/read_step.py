@@ -36,9 +36,15 @@ def read_evaluation(path: Path, state: TrainingState) -> StepGraph:
     """Outputs as a function of the user's inputs and the tensors of ``state``.
 
     Raises:
-        ValueError: the file is no ONNX model, or its parameters are not those of ``state``.
+        ValueError: the file is no ONNX model, a training model, or its parameters are not those of ``state``.
     """
     file = _File(path, state)
+    sums = [str(v.name) for v in file.graph.inputs if v.name == RESET or str(v.name).endswith(BUFFER)]
+    if sums:
+        raise ValueError(
+            f"{str(path)!r} takes {', '.join(map(repr, sums[:3]))}, as training models do; expected an evaluation "
+            "model. Are the files of these artifacts mixed up?"
+        )
     outputs = tuple(str(v.name) for v in file.graph.outputs)
     return file.step(outputs, {}, {})
 
