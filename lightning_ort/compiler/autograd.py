@@ -124,6 +124,10 @@ class PairStep(torch.autograd.Function):
         outputs, saved = region.run_forward(pair, args)
         ctx.in_torch = saved is None  # gradients as well, of what torch has computed
         ctx.save_for_backward(*saved or ())
+        # by output number, with the count of changes in place: an alias shares it, and refers to no graph
+        positions = region.outputs_by_position
+        kept_results = [p for p, own in pair.own if not own and p in positions] if saved is not None else []
+        ctx.read_again = {positions[p]: (outputs[p].detach(), outputs[p]._version) for p in kept_results}
         ctx.shapes = [(o.shape, o.dtype, o.device) for o in outputs]
         return _end(ctx, outputs)
 
@@ -137,7 +141,9 @@ class PairStep(torch.autograd.Function):
             return (None, None, None, *([None] * len(region.wanted)))
         kept, keeps = _take_kept(ctx, arrived)
         in_torch = ctx.in_torch
-        ctx.in_torch |= not keeps  # autograd lets go of saved tensors
+        read_again = ctx.read_again
+        if not keeps:  # autograd lets go of saved tensors
+            ctx.in_torch, ctx.read_again = True, {}
         if torch.is_grad_enabled() or in_torch:
             found = region.recompute(kept, ctx.rng, arrived, create_graph=torch.is_grad_enabled())
             return (None, None, None, *found)
@@ -148,6 +154,9 @@ class PairStep(torch.autograd.Function):
                 shape, dtype, device = ctx.shapes[pair.forward.outputs[output]]
                 gradient = torch.zeros(shape, dtype=dtype, device=device)
             tangents.append(gradient)
+        changed = {output for output, (alias, version) in read_again.items() if alias._version != version}
+        if changed and not kept.reads_outputs(arrived, changed):
+            return (None, None, None, *region.recompute(kept, ctx.rng, arrived, create_graph=False))
         found = region.run_backward(pair, pair.inputs(kept.args, ctx.saved_tensors, kept.copies), tangents, arrived)
         if len(arrived) < len(tangents) and not region.finite_where_shared(found, arrived):
             return (None, None, None, *region.recompute(kept, ctx.rng, arrived, create_graph=False))

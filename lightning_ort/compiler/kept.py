@@ -123,6 +123,10 @@ class Kept:
         used, *others = [self._keeping.eager.used[output] for output in outputs]
         return used.union(*others) if others else used
 
+    def reads_outputs(self, outputs: Collection[int], changed: Collection[int]) -> bool:
+        """Whether eager's gradients at ``outputs`` read one of the outputs that were ``changed``."""
+        return any(not self._keeping.eager.saved_outputs[output].isdisjoint(changed) for output in outputs)
+
     def check(self, outputs: Collection[int]) -> None:
         """Refuse gradients that arrive at ``outputs`` where eager does.
 
