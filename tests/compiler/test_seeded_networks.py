@@ -14,7 +14,7 @@ from seeded_networks import Problem
 from torch import fx, nn
 
 from lightning_ort import MismatchError, verification
-from lightning_ort.compiler import ORTBackend, first_run, region
+from lightning_ort.compiler import ORTBackend, compilation, first_run
 from lightning_ort.compiler.plan import Plan
 from lightning_ort.compiler.rounding import RoundingNoise
 
@@ -101,7 +101,7 @@ def _effect(got, wanted) -> float:
 def spoiled(monkeypatch, seed: int, how: str) -> tuple[float, bool] | None:
     """The effect of a wrong operator on the results of a network, and whether it was refused."""
     effects = []
-    compared, traced = first_run.find_mismatch, region.trace
+    compared, traced = first_run.find_mismatch, compilation.trace
 
     def spy(got, wanted, *more):
         effects.append(_effect(got, wanted))
@@ -115,7 +115,7 @@ def spoiled(monkeypatch, seed: int, how: str) -> tuple[float, bool] | None:
         return result
 
     monkeypatch.setattr(first_run, "find_mismatch", spy)
-    monkeypatch.setattr(region, "trace", wrong)
+    monkeypatch.setattr(compilation, "trace", wrong)
     problem = Problem(seed)
     try:
         torch.compile(problem.step, backend=ORTBackend())(*problem.batch)
@@ -218,7 +218,7 @@ def test_the_message_names_what_the_user_knows(monkeypatch, update, message):
         def step(self, x):
             return self(x).square().mean()
 
-    module, traced = Step(), region.trace
+    module, traced = Step(), compilation.trace
 
     def wrong(*args, **options):
         result = traced(*args, **options)
@@ -234,7 +234,7 @@ def test_the_message_names_what_the_user_knows(monkeypatch, update, message):
         result.module.recompile()
         return result
 
-    monkeypatch.setattr(region, "trace", wrong)
+    monkeypatch.setattr(compilation, "trace", wrong)
     with pytest.raises(MismatchError, match=message):
         torch.compile(module.step, backend=ORTBackend())(torch.randn(8, 6) + 1)
 

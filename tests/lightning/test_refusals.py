@@ -131,7 +131,7 @@ def test_provider_that_is_not_there(provider):
     ("arguments", "match"),
     [
         ({"on_unsupported": "ignore"}, "on_unsupported"),
-        ({"placement": "eager"}, "placement='eager'.*'onnxruntime' or 'torch'"),
+        ({"placement": "eager"}, "placement='eager'.*'torch' or 'inductor'"),
         ({"providers": []}, "providers"),
         ({"providers": "CPUExecutionProvider"}, "providers"),
         ({"providers": ["CPUExecutionProvider"], "provider_options": [{}, {}]}, "provider_options"),

@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lightning_ort.optim.rules.adam import Adam
 from lightning_ort.optim.rules.rule import Rule
-from lightning_ort.runtime.config import Placement
+
+if TYPE_CHECKING:
+    from lightning_ort.runtime.config import Placement
 
 __all__ = ["FusedAdam"]
 
