@@ -13,7 +13,7 @@ from rich.table import Table
 __all__ = ["GraphBreak", "InTorch", "OptimizerReport", "Report", "StepReport"]
 
 
-_NAMES = {"onnxruntime": "ONNX Runtime", "torch": "torch", "inductor": "inductor"}
+_NAMES = {"onnxruntime": "ONNX Runtime", "torch": "torch", "inductor": "inductor", "eager": "eager"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.checkpointing import as_in_eager
-from lightning_ort.compiler.executors.executable import Executable
+from lightning_ort.compiler.executors.executable import Account
 from lightning_ort.compiler.loss_scale import LossScaling
 from lightning_ort.compiler.placement import source_line
 from lightning_ort.compiler.plan import Fallback
@@ -48,7 +48,7 @@ class ORTBackend:
     on_unsupported: OnUnsupported = "torch"
     verify: bool = True
     scaling: LossScaling | None = None
-    on_graph: Callable[[Executable], None] = lambda executable: None
+    on_graph: Callable[[Account], None] = lambda executable: None
     on_fallback: Callable[[Sequence[Fallback]], None] = lambda fallbacks: None
 
     def __post_init__(self) -> None:
@@ -93,12 +93,12 @@ class ORTBackend:
             # Dynamo would wrap it in an exception of its own; raised at the call it keeps its type
             return _raising(error)
 
-    def _report(self, executable: Executable) -> None:
+    def _report(self, executable: Account) -> None:
         if executable.fallbacks:
             self._fallback(executable.fallbacks)
         self.on_graph(executable)
 
-    def _check(self, executable: Executable) -> None:
+    def _check(self, executable: Account) -> None:
         if self.on_unsupported == "error" and executable.fallbacks:
             self._fallback(executable.fallbacks)
 

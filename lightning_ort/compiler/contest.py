@@ -26,7 +26,7 @@ from lightning_ort.runtime.memory import release_free_memory
 
 __all__ = ["MEMORY", "Choice", "Contest", "Key", "Memory", "measures", "race"]
 
-_EXECUTORS = {"onnxruntime", "torch", "inductor"}
+_EXECUTORS = {"onnxruntime", "torch", "inductor", "eager"}
 
 _BUDGET = 0.15
 """seconds after which no further round of a race begins"""
@@ -138,14 +138,19 @@ class Contest(Generic[Unit]):
         run: Callable[[Unit], object],
         eager: Callable[[], object],
         shrink: Callable[[Unit], object] = lambda unit: None,
-    ) -> tuple[Unit, Choice] | None:
-        """The fastest one; ``None`` if these inputs are refused, which the next run will explain.
+        *,
+        eager_counts: bool = True,
+    ) -> tuple[Unit | None, Choice] | None:
+        """The fastest one, and the choice; ``None`` if these inputs are refused, which the next run will explain.
+
+        In the place of a unit, ``None`` stands for eager: it has kernels, of recurrent layers say, that no graph has.
 
         Args:
             unit: what ONNX Runtime runs.
             run: runs a unit.
             eager: computes the same by Dynamo's graph.
             shrink: has the next run of a unit give back what it has in memory.
+            eager_counts: eager may be chosen.
         """
         units = {"onnxruntime": unit}
 
@@ -159,7 +164,7 @@ class Contest(Generic[Unit]):
         except Exception:
             return None
         is_long = seconds["onnxruntime"] > _LONG
-        hopeless = {"torch"} if seconds.pop("eager") > _PROMISING * seconds["onnxruntime"] else set()
+        hopeless = {"torch"} if seconds["eager"] > _PROMISING * seconds["onnxruntime"] else set()
         for name, make in self._rivals.items():
             if name not in hopeless:
                 # what ONNX Runtime can and another cannot is no reason to stop
@@ -170,10 +175,13 @@ class Contest(Generic[Unit]):
                     if is_long:
                         seconds[name] = _timed(functools.partial(run, made))
         if len(units) > 1 and not is_long:
-            seconds = race({name: functools.partial(run, candidate) for name, candidate in units.items()}, is_last)
+            runs: dict[str, Callable[[], object]] = {n: functools.partial(run, u) for n, u in units.items()}
+            seconds = race({**runs, "eager": eager}, is_last)
+        if not eager_counts:
+            del seconds["eager"]
         choice = Choice.among(seconds, "onnxruntime")
         MEMORY.put(self._key, choice)
-        return units[choice.executor], choice
+        return units.get(choice.executor), choice
 
 
 @dataclasses.dataclass(frozen=True)

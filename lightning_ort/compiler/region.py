@@ -14,7 +14,7 @@ from torch import fx
 from lightning_ort.compiler.autograd import LossStep, PairStep
 from lightning_ort.compiler.compilation import Compilation, Pair
 from lightning_ort.compiler.contest import MEMORY, Choice, Contest, Key, measures
-from lightning_ort.compiler.executors.executable import Executable
+from lightning_ort.compiler.executors.executable import Account, Eager, Executable
 from lightning_ort.compiler.first_run import FirstRun, Incoming
 from lightning_ort.compiler.global_state import Surroundings, drawing_as_traced
 from lightning_ort.compiler.kept import Kept, before_write
@@ -37,7 +37,7 @@ class Region:
         scaling: the scale of losses, if they are scaled.
         verify: check the first run of each graph against torch.
         on_compiled: called with each :class:`Executable` after it was compiled; what it raises, the region raises.
-        on_chosen: called with each that is taken into use.
+        on_chosen: called with what is told of each graph that is taken into use.
 
     Raises:
         Untraceable: the graph has no functional form.
@@ -61,7 +61,7 @@ class Region:
         scaling: LossScaling | None = None,
         verify: bool,
         on_compiled: Callable[[Executable], None] = lambda executable: None,
-        on_chosen: Callable[[Executable], None] = lambda executable: None,
+        on_chosen: Callable[[Account], None] = lambda account: None,
     ) -> None:
         self.graph, self.device, self.scaling = graph, sessions.device, scaling
         self._sessions, self._verify, self._on_chosen = sessions, verify, on_chosen
@@ -90,6 +90,7 @@ class Region:
         )
         self._contest: Contest | None = None
         self._choice: Choice | None = None
+        self._eager = False
         self._quiet = _uncounted(graph)
         self.differentiable = differentiable = self._layout.differentiable
         if differentiable and not (self.wanted and torch.is_grad_enabled()):
@@ -117,8 +118,8 @@ class Region:
             self._begin(Derivative.TANGENTS, self._layout.differentiable)
         else:
             self._take(self._pair)
-        assert self._pair is not None
-        self._pair.general |= general
+        if self._pair is not None:
+            self._pair.general |= general
 
     def _begin(self, derivative: Derivative, differentiated: Sequence[int]) -> None:
         """Compile for the one executor there is or the one known to be the fastest, or begin to compare."""
@@ -136,6 +137,9 @@ class Region:
             names = ("torch", "inductor") if self._sessions.placement == "fastest+inductor" else ("torch",)
             self._contest = Contest(key, {name: functools.partial(make, name) for name in names})
             return
+        if known.executor == "eager":
+            self._stay(known, 0.0)
+            return
         try:
             unit = make(known.executor)
         except Untraceable:  # what was measured was of other sizes, or another form
@@ -152,6 +156,14 @@ class Region:
         first.milliseconds, first.choosing_seconds = {} if choice is None else choice.milliseconds, seconds
         for executable in (first, *others):
             self._on_chosen(executable)
+
+    def _stay(self, choice: Choice, seconds: float) -> None:
+        """Leave Dynamo's graph to torch, for good."""
+        if not self._eager:
+            account = Eager()
+            account.milliseconds, account.choosing_seconds = choice.milliseconds, seconds
+            self._on_chosen(account)
+        self._eager, self._choice, self._loss, self._pair, self._plain = True, choice, None, None, None
 
     def _take(self, unit: Executable | Pair) -> None:
         self._loss = None
@@ -181,10 +193,22 @@ class Region:
             request = (self.graph, args, incoming, self.wanted)
             eager = functools.partial(evaluate, *request, changed=self._changed, surroundings=self._surroundings)
 
-            found = contest.settle(unit, lambda other: _run_whole(other, inputs, tangents), eager, _shrink)
-        if found is not None:
-            self._contest = None
-            self._choose(*found, time.perf_counter() - began)
+            found = contest.settle(
+                unit,
+                lambda other: _run_whole(other, inputs, tangents),
+                eager,
+                _shrink,
+                eager_counts=self.scaling is None,
+            )
+        if found is None:
+            return
+        self._contest = None
+        chosen, choice = found
+        seconds = time.perf_counter() - began
+        if chosen is None:
+            self._stay(choice, seconds)
+        else:
+            self._choose(chosen, choice, seconds)
 
     def _ones(self, unit: Executable | Pair, args: Sequence[Any]) -> dict[int, torch.Tensor | None]:
         """Gradients as they could arrive, by output number."""
@@ -223,6 +247,8 @@ class Region:
             return self.graph(*args)
         if self._contest is not None:
             self._compare(self._contest, args)
+        if self._eager:
+            return self.graph.forward(*args)
         if self._plain is not None:
             tensors = self._unique(self._execute(self._plain, args, {}))
             return self._layout.arrange(self._plain, tensors, args)

@@ -17,7 +17,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS, DynamoObserver, no_fast_path, with_own_code
-from lightning_ort.compiler.executors.executable import Executable
+from lightning_ort.compiler.executors.executable import Account
 from lightning_ort.compiler.plan import Fallback
 from lightning_ort.lightning.side_effects import (
     GrowingLists,
@@ -140,7 +140,7 @@ class CompiledSteps:
         """A closure that a step passes to an optimizer, which calls it outside of all graphs, compiled by itself."""
         return torch.compile(closure, backend=self._backend) if self._running is not None else closure
 
-    def _on_graph(self, executable: Executable) -> None:
+    def _on_graph(self, executable: Account) -> None:
         if self._running is not None:
             self._running.graphs += 1
             self._running.graphs_in_torch += executable.executor != "onnxruntime"

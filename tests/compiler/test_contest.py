@@ -19,6 +19,7 @@ from lightning_ort import ORTStrategy
 from lightning_ort.cli import main
 from lightning_ort.compiler import ORTBackend, compilation, contest
 from lightning_ort.compiler.contest import MEMORY, Choice, race
+from lightning_ort.compiler.loss_scale import LossScaling
 from lightning_ort.compiler.trace import Untraceable
 from lightning_ort.environment import has_cpp_compiler
 from lightning_ort.files.cache import Cache
@@ -109,8 +110,8 @@ def test_the_faster_one_is_taken(races, seconds, executor):
     graphs = []
     got, wanted = trained(loss_of, BATCHES, graphs=graphs), eager(loss_of, BATCHES)
     assert [g.executor for g in graphs] == [executor]
-    assert graphs[0].milliseconds == {"onnxruntime": 2.0, "torch": seconds}
-    assert seen == [["eager", "onnxruntime"], ["onnxruntime", "torch"]]
+    assert graphs[0].milliseconds == {"onnxruntime": 2.0, "torch": seconds, "eager": 2.0}
+    assert seen == [["eager", "onnxruntime"], ["eager", "onnxruntime", "torch"]]
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(
             a, b, rtol=0 if executor == "torch" else 1e-4, atol=0 if executor == "torch" else 1e-5
@@ -138,7 +139,7 @@ def test_torch_is_not_compiled_for_what_it_cannot_win(races):
     trained(loss_of, BATCHES, graphs=graphs)
     assert [g.executor for g in graphs] == ["onnxruntime"]
     assert seen == [["eager", "onnxruntime"]]
-    assert list(graphs[0].milliseconds) == ["onnxruntime"]
+    assert sorted(graphs[0].milliseconds) == ["eager", "onnxruntime"]
 
 
 @pytest.mark.parametrize("executor", ["torch", "onnxruntime"])
@@ -157,7 +158,7 @@ def test_gradients_at_several_outputs(races, executor):
 
     got, wanted = results(compiled), results(several)
     assert [g.executor for g in graphs] == [executor] * 2
-    assert seen == [["eager", "onnxruntime"], ["onnxruntime", "torch"]]
+    assert seen == [["eager", "onnxruntime"], ["eager", "onnxruntime", "torch"]]
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
@@ -207,7 +208,7 @@ def test_choices_are_remembered(races):
         graphs = []
         again = trained(loss_of, BATCHES, graphs=graphs)
         assert [g.executor for g in graphs] == ["torch"]
-        assert graphs[0].milliseconds == {"onnxruntime": 2.0, "torch": 1.0}
+        assert graphs[0].milliseconds == {"onnxruntime": 2.0, "torch": 1.0, "eager": 2.0}
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
         MEMORY.forget()
     assert len(seen) == 2
@@ -356,6 +357,43 @@ def test_fit(races, executor):
     assert "measured: ONNX Runtime 2 ms, torch" in str(report)
 
 
+@pytest.mark.parametrize("function", [loss_of, lambda m, x: sum(several(m, x)), lambda m, x: several(m, x)[0]])
+def test_eager_is_the_fastest(races, function):
+    """What no graph beats stays eager's, bit for bit, and the next process compiles nothing for it."""
+    table, seen = races
+    table["eager"] = 0.5
+    wanted = eager(function, BATCHES)
+    for races_so_far in (2, 2):
+        torch._dynamo.reset()
+        graphs = []
+        got = trained(function, BATCHES, graphs=graphs)
+        assert [g.executor for g in graphs] == ["eager"]
+        assert graphs[0].milliseconds["eager"] == 0.5
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+        assert len(seen) == races_so_far
+        MEMORY.forget()
+
+
+def test_eager_and_a_scaled_loss(races):
+    """Scaling is the graph's business, so eager does not take part."""
+    table, _ = races
+    table["eager"] = 0.5
+    graphs = []
+    trained(loss_of, BATCHES, graphs=graphs, scaling=LossScaling(2.0**10))
+    assert [g.executor for g in graphs] == ["torch"]
+    assert "eager" not in graphs[0].milliseconds
+
+
+def test_fit_in_eager(races):
+    table, _ = races
+    table["eager"] = 0.5
+    data = partial(DataLoader, TensorDataset(torch.randn(40, 48), torch.randint(10, (40,))), batch_size=8)
+    ours, theirs = (fit(MLP, data, strategy=s, max_steps=6) for s in (ORTStrategy(print_report=False), "auto"))
+    assert_same_outcome(theirs, ours)
+    step = ours.trainer.strategy.report()["training_step"]
+    assert (step.graphs, step.graphs_in_torch, step.all_in_ort) == (1, 1, False)
+
+
 @pytest.mark.stock_only
 @pytest.mark.skipif(not has_cpp_compiler(), reason="needs a C++ compiler")
 @pytest.mark.parametrize("placement", ["inductor", "fastest+inductor"])
@@ -379,7 +417,9 @@ def test_inductor(races, placement):
     backend = ORTBackend(RuntimeConfig(placement=placement), on_graph=graphs.append)
     got, wanted = results(torch.compile(step, backend=backend)), results(step)
     assert {g.executor for g in graphs} == {"inductor"}
-    assert seen == ([] if placement == "inductor" else [["eager", "onnxruntime"], ["inductor", "onnxruntime", "torch"]])
+    assert seen == (
+        [] if placement == "inductor" else [["eager", "onnxruntime"], ["eager", "inductor", "onnxruntime", "torch"]]
+    )
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
@@ -434,7 +474,7 @@ def test_a_contest_of_long_runs(monkeypatch):
     found = contest.Contest(key, {"torch": lambda: "native"}).settle(
         "ort", run, partial(run, "eager"), lambda unit: order.append(f"shrink {unit}")
     )
-    assert found == ("native", Choice("torch", {"onnxruntime": 3000.0, "torch": 1000.0}))
+    assert found == ("native", Choice("torch", {"onnxruntime": 3000.0, "eager": 2000.0, "torch": 1000.0}))
     assert order == ["ort", "shrink ort", "ort", "eager", "native", "native"]
 
 

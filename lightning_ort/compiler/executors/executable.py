@@ -15,7 +15,7 @@ from lightning_ort.compiler.plan import Fallback
 from lightning_ort.compiler.symbolic_shapes import Sizes, UnknownSize, is_number
 from lightning_ort.compiler.trace import Traced, Untraceable
 
-__all__ = ["Executable", "Results"]
+__all__ = ["Account", "Eager", "Executable", "Results"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,37 @@ class Results:
         return [*self.others, *self.own]
 
 
-class Executable(ABC):
+class Account:
+    """What is told of a graph, whoever runs it.
+
+    Attributes:
+        executor: who runs it, by the name that users know it by.
+        half: the 16-bit types that the graph rounds to.
+        widened: how many 16-bit operators compute in float32, because no execution provider has 16-bit kernels.
+        fallbacks: operators that run in torch because they have to, and why.
+        preferred: operators that run in torch for speed, one entry per call.
+        milliseconds: if it was chosen by measuring, what a run took by candidate.
+        choosing_seconds: how long that choice has taken.
+        on_cpu: types of the ONNX operators that the CPU executes in a graph for a GPU, one entry per node.
+    """
+
+    executor: ClassVar[str]
+    half: Collection[torch.dtype] = ()
+    widened: int = 0
+    fallbacks: Sequence[Fallback] = ()
+    preferred: Sequence[str] = ()
+    on_cpu: Sequence[str] = ()
+    milliseconds: Mapping[str, float] = MappingProxyType({})
+    choosing_seconds: float = 0.0
+
+
+class Eager(Account):
+    """A graph that stays Dynamo's, run by torch with its own autograd: nothing is compiled."""
+
+    executor = "eager"
+
+
+class Executable(Account, ABC):
     """A compiled :class:`Traced` graph, with the layout of its results.
 
     Each result of a run lies in memory of its own, which no later run writes.
@@ -53,7 +83,6 @@ class Executable(ABC):
         Untraceable: a result's size depends on data.
 
     Attributes:
-        executor: who runs it, by the name that users know it by.
         has_draws: whether a run advances torch's random state.
         has_numbers: whether an output of the region is a Python number.
         outputs: per output of the region, its position among the results of :meth:`run`; ``None`` for a number.
@@ -63,23 +92,7 @@ class Executable(ABC):
             output as well, is marked by ``shared``.
         shared: input numbers whose gradient must be copied before it is handed out.
         finite: position of the bool scalar that says whether all gradients are finite, where the loss is scaled.
-        half: the 16-bit types that the graph rounds to.
-        widened: how many 16-bit operators compute in float32, because no execution provider has 16-bit kernels.
-        fallbacks: operators that run in torch because they have to, and why.
-        preferred: operators that run in torch for speed, one entry per call.
-        milliseconds: if it was chosen by measuring, what a run took by candidate.
-        choosing_seconds: how long that choice has taken.
-        on_cpu: types of the ONNX operators that the CPU executes in a graph for a GPU, one entry per node.
     """
-
-    executor: ClassVar[str]
-    half: Collection[torch.dtype]
-    widened: int = 0
-    fallbacks: Sequence[Fallback] = ()
-    preferred: Sequence[str] = ()
-    on_cpu: Sequence[str] = ()
-    milliseconds: Mapping[str, float] = MappingProxyType({})
-    choosing_seconds: float = 0.0
 
     def __init__(self, traced: Traced, extra: Sequence[fx.Node] = ()) -> None:
         inputs = [*traced.inputs, *traced.tangents.values(), *traced.draws]
