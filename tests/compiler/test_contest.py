@@ -438,7 +438,7 @@ def test_race_runs_in_turns_and_forgets_the_first(monkeypatch):
         now[0] += later if name in order else first
         order.append(name)
 
-    seconds = race({"a": partial(run, "a", 0.1, 0.01), "b": partial(run, "b", 0.001, 0.02)})
+    seconds = race({"a": partial(run, "a", 0.04, 0.01), "b": partial(run, "b", 0.001, 0.02)})
     assert seconds == {"a": pytest.approx(0.01), "b": pytest.approx(0.02)}
     assert order == ["a", "b"] * (len(order) // 2) and len(order) >= 8
 
@@ -455,6 +455,9 @@ def test_a_race_of_long_runs_keeps_little_in_memory(monkeypatch):
     runs = {"a": partial(run, "a", 1.0), "b": partial(run, "b", 1.5)}
     assert race(runs, lambda name: order.append(f"last {name}")) == {"a": 1.0, "b": 1.5}
     assert order == ["a", "last a", "a", "b", "last b", "b"]
+    order.clear()
+    race({"a": partial(run, "a", 0.2), "b": partial(run, "b", 0.1)}, lambda name: order.append(f"last {name}"))
+    assert order == ["a", "a", "a", "last a", "a", "b", "b", "b", "last b", "b"]
     order.clear()
     runs = {"a": partial(run, "a", 5.0), "b": partial(run, "b", 6.0)}
     assert race(runs, lambda name: order.append(f"last {name}")) == {"a": 5.0, "b": 6.0}
@@ -475,7 +478,7 @@ def test_a_contest_of_long_runs(monkeypatch):
         "ort", run, partial(run, "eager"), lambda unit: order.append(f"shrink {unit}")
     )
     assert found == ("native", Choice("torch", {"onnxruntime": 3000.0, "eager": 2000.0, "torch": 1000.0}))
-    assert order == ["ort", "shrink ort", "ort", "eager", "native", "native"]
+    assert order == ["ort", "shrink ort", "ort", "eager", "native", "shrink native", "native"]
 
 
 def test_released_memory():
