@@ -74,10 +74,9 @@ class ORTBackend:
                 graph,
                 example_inputs,
                 # anew for each region: Dynamo compiles another one when a global setting of torch has changed
-                SessionFactory(self.config, device),
+                SessionFactory(self._config(), device),
                 scaling=self.scaling,
                 verify=self.verify,
-                on_compiled=self._check,
                 on_chosen=self._report,
             )
             return Located(graph, region, device)
@@ -93,14 +92,17 @@ class ORTBackend:
             # Dynamo would wrap it in an exception of its own; raised at the call it keeps its type
             return _raising(error)
 
+    def _config(self) -> RuntimeConfig:
+        """How graphs are run: who refuses torch for what is missing gets no graph in torch for its speed either.
+
+        Otherwise a process that knows from an earlier one that torch is faster would never find out what is missing.
+        """
+        return self.config if self.on_unsupported == "torch" else dataclasses.replace(self.config, measure=False)
+
     def _report(self, executable: Account) -> None:
         if executable.fallbacks:
             self._fallback(executable.fallbacks)
         self.on_graph(executable)
-
-    def _check(self, executable: Account) -> None:
-        if self.on_unsupported == "error" and executable.fallbacks:
-            self._fallback(executable.fallbacks)
 
     def _fallback(self, fallbacks: Sequence[Fallback]) -> None:
         if self.on_unsupported == "error":

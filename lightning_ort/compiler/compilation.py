@@ -66,7 +66,6 @@ class Compilation:
         name: user's name of an input.
         scaled: losses are scaled.
         verify: gradients of pairs are to be checked.
-        on_compiled: called with each :class:`Executable`; what it raises, :meth:`make` raises.
 
     Attributes:
         keeping: what a region keeps of its inputs, once a graph with gradients has been made.
@@ -83,11 +82,10 @@ class Compilation:
         name: Callable[[int], str],
         scaled: bool,
         verify: bool,
-        on_compiled: Callable[[Executable], None],
     ) -> None:
         self._graph, self._fakes, self._layout = graph, fakes, layout
         self._sessions, self._surroundings = sessions, surroundings
-        self._name, self._scaled, self._verify, self._on_compiled = name, scaled, verify, on_compiled
+        self._name, self._scaled, self._verify = name, scaled, verify
         self._context = TracingContext.get()
         self.keeping: Keeping | None = None
 
@@ -134,14 +132,11 @@ class Compilation:
             self.keeping = Keeping.of(traced, eager, self._name)
 
     def _compile(self, executor: str, traced: Traced, extra: Sequence[fx.Node] = ()) -> Executable:
-        made: Executable
         if executor == "onnxruntime":
-            made = ORTExecutable(traced, self._sessions, extra)
-        else:
-            # importing inductor takes longer than a small fit
-            made = (_inductor() if executor == "inductor" else TorchExecutable)(traced, self._sessions.device, extra)
-        self._on_compiled(made)
-        return made
+            return ORTExecutable(traced, self._sessions, extra)
+        # importing inductor takes longer than a small fit
+        kind = _inductor() if executor == "inductor" else TorchExecutable
+        return kind(traced, self._sessions.device, extra)
 
     def _trace(self, derivative: Derivative, differentiated: Sequence[int], *, native: bool) -> Traced:
         scaled = self._scaled and derivative is Derivative.LOSS

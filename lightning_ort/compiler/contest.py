@@ -85,7 +85,7 @@ def race(
     """Seconds of one run of each, run in turns, which has each begin with the threads of the others still about.
 
     The first run of each does not count: kernels are chosen and memory is found then. Long ones come one after the
-    other and once: what they have in memory would not be there twice in a training.
+    other and few times: what they have in memory would not be there twice in a training.
 
     Args:
         runs: what is run, by name.

@@ -36,8 +36,7 @@ class Region:
         sessions: makes them, for the device that computes; tensors live there or on the CPU.
         scaling: the scale of losses, if they are scaled.
         verify: check the first run of each graph against torch.
-        on_compiled: called with each :class:`Executable` after it was compiled; what it raises, the region raises.
-        on_chosen: called with what is told of each graph that is taken into use.
+        on_chosen: called with what is told of each graph that is taken into use; what it raises, the region raises.
 
     Raises:
         Untraceable: the graph has no functional form.
@@ -60,7 +59,6 @@ class Region:
         *,
         scaling: LossScaling | None = None,
         verify: bool,
-        on_compiled: Callable[[Executable], None] = lambda executable: None,
         on_chosen: Callable[[Account], None] = lambda account: None,
     ) -> None:
         self.graph, self.device, self.scaling = graph, sessions.device, scaling
@@ -86,7 +84,6 @@ class Region:
             name=self.first_run.input_name,
             scaled=scaling is not None,
             verify=verify,
-            on_compiled=on_compiled,
         )
         self._contest: Contest | None = None
         self._choice: Choice | None = None

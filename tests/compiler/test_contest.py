@@ -22,6 +22,7 @@ from lightning_ort.compiler.contest import MEMORY, Choice, race
 from lightning_ort.compiler.loss_scale import LossScaling
 from lightning_ort.compiler.trace import Untraceable
 from lightning_ort.environment import has_cpp_compiler
+from lightning_ort.errors import UnsupportedError
 from lightning_ort.files.cache import Cache
 from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.runtime.memory import release_free_memory
@@ -318,6 +319,22 @@ def test_what_measures_nothing(races, monkeypatch):
     torch._dynamo.reset()
     trained(loss_of, BATCHES)
     assert not seen
+
+
+def test_what_is_missing_is_refused_whatever_was_measured(races):
+    """A process that knows that torch is the faster one refuses what ONNX Runtime lacks, as the first one did."""
+    x = torch.rand(6)
+
+    def run(on_unsupported):
+        torch._dynamo.reset()
+        backend = ORTBackend(RuntimeConfig(), on_unsupported=on_unsupported)
+        return torch.compile(lambda x: torch.special.gammainc(x, x).exp(), backend=backend)(x)
+
+    _, seen = races
+    assert torch.equal(run("torch"), torch.special.gammainc(x, x).exp())
+    assert seen
+    with pytest.raises(UnsupportedError, match="gammainc"):
+        run("error")
 
 
 def test_data_that_are_refused_decide_nothing(races):
