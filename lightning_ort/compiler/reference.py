@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_ort.compiler.global_state import Surroundings, without_autocast
 from lightning_ort.verification import Results
 
-__all__ = ["ConversionsTo", "ForkedRNG", "evaluate"]
+__all__ = ["ConversionsTo", "ForkedRNG", "evaluate", "rehearsal"]
 
 
 class ForkedRNG:
@@ -113,6 +113,37 @@ def _evaluate(
             if isinstance(x, torch.Tensor) and (i not in wanted or i in changed) and not _is_same(x, args[i])
         },
     )
+
+
+def rehearsal(
+    region: fx.GraphModule,
+    args: Sequence[Any],
+    incoming: Mapping[int, torch.Tensor | None],
+    wanted: Sequence[int],
+    *,
+    changed: Collection[int],
+) -> Callable[[], None]:
+    """Execute ``region`` and its gradients in torch for the time it takes: nothing is compared or copied at each run.
+
+    Arguments are those of :func:`evaluate`; ``changed`` are all inputs that ``region`` changes. It changes copies,
+    the same ones at each run.
+    """
+    local = list(args)
+    for i, x in enumerate(args):
+        if isinstance(x, torch.Tensor):
+            local[i] = x.detach().clone() if i in changed else x.detach()
+            if incoming and i in wanted:
+                local[i].requires_grad_()
+    leaves = [local[i] for i in wanted]
+
+    def run() -> None:
+        outputs = region.forward(*local)
+        if incoming:
+            roots = [outputs[i] for i in incoming]
+            with without_autocast():
+                torch.autograd.grad(roots, leaves, list(incoming.values()), allow_unused=True)
+
+    return run
 
 
 def _is_same(now: torch.Tensor, before: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ from lightning_ort.compiler.global_state import Surroundings, drawing_as_traced
 from lightning_ort.compiler.kept import Kept, before_write
 from lightning_ort.compiler.loss_scale import LossScaling
 from lightning_ort.compiler.outputs import OutputLayout, overlap
-from lightning_ort.compiler.reference import ForkedRNG, evaluate
+from lightning_ort.compiler.reference import ForkedRNG, rehearsal
 from lightning_ort.compiler.trace import Derivative, Untraceable, fake_inputs
 from lightning_ort.runtime.factory import SessionFactory
 
@@ -187,9 +187,7 @@ class Region:
         with ForkedRNG(self.device):
             inputs, incoming = self._inputs(args), self._ones(unit, args)
             tangents = [g for g in incoming.values() if g is not None]
-            request = (self.graph, args, incoming, self.wanted)
-            eager = functools.partial(evaluate, *request, changed=self._changed, surroundings=self._surroundings)
-
+            eager = rehearsal(self.graph, args, incoming, self.wanted, changed=self._changed)
             found = contest.settle(
                 unit,
                 lambda other: _run_whole(other, inputs, tangents),
