@@ -43,6 +43,7 @@ class EagerGraph:
         leaves = {id(x): i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.is_leaf}
         saved, saved_outputs, reached, used = {}, {}, {}, {}
         functions: dict[Any, int] = {}
+        keeping_nothing = _resizing(region)
         for output in differentiable:
             kept: set[int] = set()
             ends: set[int] = set()
@@ -60,7 +61,7 @@ class EagerGraph:
                     unknown |= id(function.variable) not in leaves
                     ends.add(leaves.get(id(function.variable), -1))
                 else:
-                    tensors = list(_saved_by(function))
+                    tensors = [] if function in keeping_nothing else list(_saved_by(function))
                     kept.update(t.untyped_storage()._cdata for t in tensors if t is not None)
                     # a write through a view keeps the function of what was written
                     if tensors or function.name().endswith("CopySlices"):
@@ -71,6 +72,28 @@ class EagerGraph:
             reached[output] = frozenset(range(len(inputs)) if unknown else ends)
             used[output] = frozenset(keeping)
         return cls(saved, saved_outputs, reached, used)
+
+
+def _resizing(region: fx.GraphModule) -> set[Any]:
+    """The functions that stand for interpolations in ``region``: decomposed for fake tensors, but not in eager, where
+    their gradients read sizes only.
+    """
+    found: set[Any] = set()
+    for node in region.graph.nodes:
+        if "interpolate" not in (name := str(node.target)) and "upsample" not in name:
+            continue
+        before = {s.meta["example_value"].grad_fn for s in node.all_input_nodes if _is_tensor(s)}
+        pending = [node.meta["example_value"].grad_fn] if _is_tensor(node) else []
+        while pending:
+            function = pending.pop()
+            if function is not None and function not in found and function not in before:
+                found.add(function)
+                pending += [source for source, _ in function.next_functions]
+    return found
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("example_value"), torch.Tensor)
 
 
 def _by_storage(values: Sequence[Any]) -> dict[int, list[int]]:

@@ -189,6 +189,26 @@ def test_backward_of_losses_that_share_a_graph(compiled):
             b.square().mean().backward()
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "ort"])
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic", "nearest"])
+def test_gradients_of_an_interpolation_read_sizes_only(compiled, mode):
+    """Fake tensors decompose it, and what keeps nothing in eager keeps something then."""
+
+    def resized(image):
+        small = F.interpolate(image, size=(4, 4), mode=mode)
+        return small.mean(), small
+
+    function = compile(resized) if compiled else resized
+    for seed in range(3):
+        image = torch.rand(2, 3, 6, 6, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+        loss, small = function(image)
+        loss.backward()
+        small.backward(torch.ones_like(small))
+        wanted = torch.zeros(2, 3, 6, 6, requires_grad=True)
+        (resized(wanted)[0] + resized(wanted)[1].sum()).backward()
+        torch.testing.assert_close(image.grad, wanted.grad)
+
+
 def penalty(compiled, net, x, y):
     x = x.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(compiled(net, x, y), x, create_graph=True)
