@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import io
+import math
 import os
-import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import onnx
+import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
-from lightning_ort.export.export import undisturbed
-from lightning_ort.onnx_reader.load import MAX_OPSET, MIN_OPSET
+from lightning_ort.checkpoints.state import TrainingState
+from lightning_ort.compiler.reference import ForkedRNG
+from lightning_ort.files.onnx_models import save_onnx
+from lightning_ort.ondevice.generation.checking import check_step
+from lightning_ort.ondevice.generation.inputs import infos_of
+from lightning_ort.ondevice.generation.objectives import Inference, LossOf, ModuleForward
+from lightning_ort.ondevice.generation.sources import without_side_effects
+from lightning_ort.ondevice.generation.step_graphs import gradient_graph
 from lightning_ort.runtime.tensors import ONNX
-from lightning_ort.training_session.gradient_graph import GradientGraphBuilder
 from lightning_ort.validation import path, shown, whole
 
 __all__ = ["export_gradient_graph"]
 
-
-class _Loss(nn.Module):
-    """Output and loss from input and labels."""
-
-    def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor]) -> None:
-        super().__init__()
-        self.model, self.loss_fn = model, loss_fn
-
-    def forward(self, example: Any, labels: Any) -> tuple[Any, Tensor]:
-        output = self.model(example)
-        return output, self.loss_fn(output, labels)
+_OUTPUT = "output"
+_ADVICE = "Nothing was written. Please report it with the model."
 
 
 def export_gradient_graph(
@@ -46,69 +42,71 @@ def export_gradient_graph(
 
     Its inputs are ``input``, ``labels`` and the parameters by their names, its outputs ``output``, ``loss`` and
     ``<parameter>_grad`` for those that require a gradient. The first size of ``input``, ``labels`` and ``output`` may
-    vary.
+    vary. Before it is written, what it computes from the example is compared with torch, unless it draws random
+    numbers or torch's loss is not finite.
 
     Args:
-        model: takes the input; is not changed.
+        model: takes the input and returns a tensor; is not changed.
         loss_fn: from its output and the labels to a scalar tensor.
         example_input: an example.
         example_labels: the labels that belong to it.
         gradient_graph_path: of the file.
-        opset_version: in which ``model`` is exported, 13 to 17; the written graph has opset 20.
+        opset_version: accepted for old scripts, 12 to 20; the graph has opset 20, which its operators need.
 
     Raises:
         TypeError, ValueError: an argument is not as described.
         UnsupportedError: an operation that has no gradient in ONNX.
+        MismatchError: the graph computes something else than torch.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={shown(model)}: expected a torch.nn.Module.")
     if not callable(loss_fn):
         raise TypeError(f"loss_fn={shown(loss_fn)}: expected a function of output and labels.")
-    for name, example in (("example_input", example_input), ("example_labels", example_labels)):
-        if not isinstance(example, Tensor):
-            raise TypeError(f"{name}={shown(example)}: expected a torch.Tensor.")
+    for name, tensor in (("example_input", example_input), ("example_labels", example_labels)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}={shown(tensor)}: expected a torch.Tensor.")
     target = path("gradient_graph_path", gradient_graph_path)
-    whole("opset_version", opset_version, low=MIN_OPSET, high=min(MAX_OPSET, 17))
-    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    whole("opset_version", opset_version, low=12, high=20)
+    parameters = dict(model.named_parameters())
+    trained = sorted(name for name, p in parameters.items() if p.requires_grad)
     if not trained:
         raise ValueError(f"No parameter of {type(model).__name__} requires a gradient.")
-    combined, buffer = _Loss(model, loss_fn), io.BytesIO()
-    batch = {0: "batch_size"}
-    with warnings.catch_warnings(), undisturbed(combined):
-        warnings.simplefilter("ignore")  # the exporter to these opsets is deprecated, and speaks of constants
-        combined.train()
-        torch.onnx.export(
-            combined,
-            (example_input.detach(), example_labels.detach()),
-            buffer,  # type: ignore[arg-type]  # a stream is taken by this exporter
-            dynamo=False,
-            training=torch.onnx.TrainingMode.PRESERVE,
-            opset_version=opset_version,
-            input_names=["input", "labels"],
-            output_names=["output", "loss"],
-            dynamic_axes=dict.fromkeys(("input", "labels", "output"), batch),
-            do_constant_folding=False,
+    example = {"input": example_input.detach().cpu(), "labels": example_labels.detach().cpu()}
+    objective = without_side_effects(LossOf(Inference(model, [None], [_OUTPUT]), loss_fn))
+    assert isinstance(objective, LossOf)
+    axes = {name: {0: "batch_size"} for name, tensor in example.items() if tensor.dim()}
+    forward = ModuleForward(objective, infos_of(example, axes), example)
+    objective.train()
+    loss = _loss(forward, example)
+    graph, random = gradient_graph(forward, list(parameters), trained)
+    if not random and math.isfinite(loss):
+        state = TrainingState(
+            {n: p.detach().cpu() for n, p in forward.parameters.items()},
+            tuple(trained),
+            {n: b.detach().cpu() for n, b in forward.buffers.items()},
         )
-    forward = _with_parameters_as_inputs(onnx.load_from_string(buffer.getvalue()), model)
-    builder = GradientGraphBuilder(forward, {"loss"}, trained, "loss")
-    builder.build()
-    builder.save(target)
+        check_step(graph, state, forward, example, _ADVICE)
+    _order(graph.model.graph, parameters)
+    save_onnx(graph.model, Path(target))
 
 
-def _with_parameters_as_inputs(proto: onnx.ModelProto, model: nn.Module) -> onnx.ModelProto:
-    """``proto``, in which parameters are initializers with a prefix, with all of ``model``'s as inputs."""
-    graph, prefix = proto.graph, "model."
-    types = {i.name.removeprefix(prefix): i.data_type for i in graph.initializer}
-    parameters = dict(model.named_parameters())
-    for node in graph.node:
-        for names in (node.input, node.output):
-            names[:] = [n.removeprefix(prefix) for n in names]
-    kept = [i for i in graph.initializer if i.name.removeprefix(prefix) not in parameters]
-    for initializer in kept:
-        initializer.name = initializer.name.removeprefix(prefix)
-    del graph.initializer[:]
-    graph.initializer.extend(kept)
+def _loss(forward: ModuleForward, example: dict[str, Tensor]) -> float:
+    """The loss of the example in torch, whose own errors come before those of a trace."""
+    tensors = {n: t.detach().cpu().clone() for n, t in (forward.parameters | forward.buffers).items()}
+    with torch.no_grad(), ForkedRNG(torch.device("cpu")):
+        loss, *_ = forward.call(tensors, [t.clone() for t in example.values()])
+    return float(loss)
+
+
+def _order(graph: ir.Graph, parameters: dict[str, nn.Parameter]) -> None:
+    """``input``, ``labels`` and all parameters go in, also those that nothing reads; ``output`` comes first."""
+    inputs = {str(v.name): v for v in graph.inputs}
     for name, p in parameters.items():
-        kind = types.get(name, int(ONNX[p.dtype]))
-        graph.input.append(onnx.helper.make_tensor_value_info(name, kind, list(p.shape)))
-    return proto
+        if name not in inputs:
+            kind = ir.TensorType(ir.DataType(int(ONNX[p.dtype])))
+            inputs[name] = ir.Value(name=name, type=kind, shape=ir.Shape(p.shape))
+    graph.inputs.clear()
+    graph.inputs.extend(inputs[name] for name in ("input", "labels", *parameters))
+    results = sorted(graph.outputs, key=lambda v: v.name != _OUTPUT)
+    graph.outputs.clear()
+    graph.outputs.extend(results)

@@ -85,6 +85,13 @@ def test_that_execution_providers_are_named_in_their_own_files_only():
     assert not naming
 
 
+def test_that_one_file_exports_by_torch_and_none_by_its_deprecated_exporter():
+    exporting = [name for name, path in FILES.items() if re.search(r"torch\.onnx\.export\(", path.read_text())]
+    assert exporting == ["lightning_ort.export.graph"]
+    deprecated = re.compile(r"dynamo\s*=\s*False|TrainingMode|torch\.onnx\.utils|torch\.jit\.(trace|script)")
+    assert [name for name, path in FILES.items() if deprecated.search(path.read_text())] == []
+
+
 @pytest.mark.parametrize("old", MOVED)
 def test_paths_of_earlier_versions(old):
     with pytest.warns(FutureWarning, match=f"lightning_ort.{old} is now lightning_ort.{MOVED[old]}"):

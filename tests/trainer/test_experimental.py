@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_ort.errors import MismatchError
 from lightning_ort.experimental import export_gradient_graph
+from lightning_ort.ondevice.generation.step_graphs import gradient_graph
 
 
 class Network(nn.Module):
@@ -63,6 +65,59 @@ def test_graph_computes_outputs_loss_and_gradients(tmp_path, loss_fn):
         np.testing.assert_allclose(got[f"{name}_grad"], expected, rtol=0, atol=1e-5)
 
 
+class Noisy(nn.Module):
+    """Draws, and has a weight in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.second = nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.drop(self.first(x)))
+
+
+def test_random_steps_draw_and_leave_torchs_generator_and_the_module_alone(tmp_path):
+    torch.manual_seed(0)
+    model, loss_fn = Noisy().eval(), nn.MSELoss().eval()
+    before = torch.get_rng_state()
+    export_gradient_graph(model, loss_fn, torch.ones(1, 6), torch.ones(1, 6), tmp_path / "g.onnx")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not model.training and not model.drop.training and not loss_fn.training
+
+    session = onnxruntime.InferenceSession(tmp_path / "g.onnx", providers=["CPUExecutionProvider"])
+    parameters = {n: p.detach().numpy() for n, p in model.named_parameters()}
+    x, y = torch.randn(5, 6).numpy(), torch.randn(5, 6).numpy()
+    names = ["output", "loss", "second.bias_grad"]
+    results = [dict(zip(names, session.run(names, {"input": x, "labels": y, **parameters}), strict=True)) for _ in "12"]
+    assert not np.array_equal(results[0]["output"], results[1]["output"])
+    for got in results:
+        np.testing.assert_allclose(got["loss"], np.square(got["output"] - y).mean(), rtol=1e-5)
+        wanted = 2 * (got["output"] - y).sum(0) / y.size
+        np.testing.assert_allclose(got["second.bias_grad"], wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_losses_that_are_not_finite_for_the_example_are_written_unchecked(tmp_path):
+    model = nn.Linear(2, 1)
+    export_gradient_graph(model, lambda o, y: (o * 0).log().sum() * y.sum(), torch.ones(2, 2), torch.ones(2),
+                          tmp_path / "g.onnx")  # fmt: skip
+    assert (tmp_path / "g.onnx").exists()
+
+
+def test_wrong_gradients_are_not_written(tmp_path, monkeypatch):
+    def of_another_loss(forward, *args):
+        right, forward.objective.loss_fn = forward.objective.loss_fn, nn.L1Loss()
+        try:
+            return gradient_graph(forward, *args)
+        finally:
+            forward.objective.loss_fn = right
+
+    monkeypatch.setattr("lightning_ort.experimental.gradient_graph", of_another_loss)
+    with pytest.raises(MismatchError, match="loss"):
+        export_gradient_graph(nn.Linear(3, 3), nn.MSELoss(), torch.randn(3, 3), torch.randn(3, 3), tmp_path / "g.onnx")
+    assert not (tmp_path / "g.onnx").exists()
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -70,8 +125,18 @@ def test_graph_computes_outputs_loss_and_gradients(tmp_path, loss_fn):
         ({"loss_fn": None}, "loss_fn=None: expected a function"),
         ({"example_labels": [1]}, r"example_labels=\[1\] \(a list\): expected a torch.Tensor"),
         ({"gradient_graph_path": ""}, "gradient_graph_path='': expected the path"),
-        ({"opset_version": 12}, "opset_version=12: expected an integer from 13 to 17"),
+        ({"opset_version": 11}, "opset_version=11: expected an integer from 12 to 20"),
         ({"model": nn.Linear(2, 2).requires_grad_(False)}, "No parameter of Linear requires a gradient"),
+        (
+            {
+                "loss_fn": nn.CrossEntropyLoss(reduction="none"),
+                "example_input": torch.ones(2, 2),
+                "example_labels": torch.ones(2, dtype=torch.int64),
+            },
+            r"result is torch.float32 of shape \(2,\)",
+        ),
+        ({"model": nn.RNN(2, 2), "example_input": torch.ones(3, 1, 2)}, "1 names for the 2 results of the model"),
+        ({"example_input": torch.ones(1, 3)}, "shapes cannot be multiplied"),
     ],
 )
 def test_wrong_arguments(tmp_path, changed, message):
@@ -79,6 +144,6 @@ def test_wrong_arguments(tmp_path, changed, message):
         "model": nn.Linear(2, 2), "loss_fn": nn.CrossEntropyLoss(), "example_input": torch.ones(1, 2),
         "example_labels": torch.ones(1, dtype=torch.int64), "gradient_graph_path": tmp_path / "g.onnx",
     }  # fmt: skip
-    with pytest.raises((TypeError, ValueError), match=message):
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=message):
         export_gradient_graph(**{**arguments, **changed})
     assert not (tmp_path / "g.onnx").exists()

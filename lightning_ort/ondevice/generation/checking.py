@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from lightning_ort.checkpoints.state import TrainingState
 from lightning_ort.compiler.aot.step_graph import StepGraph
 from lightning_ort.compiler.aot.step_runner import StepRunner
 from lightning_ort.compiler.rounding import RoundingNoise
@@ -18,7 +19,7 @@ from lightning_ort.ondevice.generation.sources import Source
 from lightning_ort.runtime.factory import SessionFactory
 from lightning_ort.verification import Results, compare
 
-__all__ = ["check_artifacts"]
+__all__ = ["check_artifacts", "check_step"]
 
 _ADVICE = "Nothing was written. Please report it with the model; verify=False skips this check."
 
@@ -35,13 +36,25 @@ def check_artifacts(artifacts: Artifacts, source: Source, example: Mapping[str, 
     forward = ModuleForward(source.objective, source.infos)
     if not random:
         source.objective.train()
-        _check(artifacts.train, artifacts, forward, example)
+        check_step(artifacts.train, artifacts.state, forward, example, _ADVICE)
     source.objective.eval()
-    _check(artifacts.evaluation, artifacts, forward, example)
+    check_step(artifacts.evaluation, artifacts.state, forward, example, _ADVICE)
 
 
-def _check(graph: StepGraph, artifacts: Artifacts, forward: ModuleForward, example: Mapping[str, Tensor]) -> None:
-    state = artifacts.state
+def check_step(
+    graph: StepGraph, state: TrainingState, forward: ModuleForward, example: Mapping[str, Tensor], advice: str
+) -> None:
+    """Raise unless what ``graph`` computes from ``example`` is what ``forward`` computes in torch.
+
+    Args:
+        graph: of ``forward`` in its present mode, without random numbers.
+        state: parameters and buffers, which are not changed.
+        advice: the end of the message.
+
+    Raises:
+        MismatchError: names what differs.
+        ValueError: the loss is not finite.
+    """
     tensors = {n: t.clone() for n, t in state.tensors.items()}
     gradients = {n: torch.empty_like(tensors[n]) for n in graph.gradients}
     found = StepRunner(graph, tensors, gradients, SessionFactory())(
@@ -73,7 +86,7 @@ def _check(graph: StepGraph, artifacts: Artifacts, forward: ModuleForward, examp
             f"In torch the loss of the example is {loss}. A loss must not depend on a metric (what metrics compute has "
             "no gradient and is left out); else give another example."
         )
-    compare(got, wanted, names, InTorch(), advice=_ADVICE)
+    compare(got, wanted, names, InTorch(), advice=advice)
 
 
 def _torch(

@@ -15,7 +15,7 @@ from lightning_ort.compiler.dynamo import no_fast_path
 from lightning_ort.compiler.passes import standardize
 from lightning_ort.ondevice.generation.objectives import ModuleForward
 
-__all__ = ["evaluation_graph", "part_of", "training_graph"]
+__all__ = ["evaluation_graph", "gradient_graph", "part_of", "training_graph"]
 
 
 def training_graph(forward: ModuleForward, trained: Sequence[str]) -> tuple[StepGraph, list[str], bool]:
@@ -44,6 +44,24 @@ def training_graph(forward: ModuleForward, trained: Sequence[str]) -> tuple[Step
     changed = [n for n in forward.buffers if f"{n}{NEW}" in joint.results]
     graph = _graph(forward, joint, [*forward.parameters, *changed], trained, changed)
     return graph, changed, bool(joint.traced.draws)
+
+
+def gradient_graph(forward: ModuleForward, fed: Collection[str], wanted: Sequence[str]) -> tuple[StepGraph, bool]:
+    """Results, and gradients of the first by ``wanted``, in training mode; new buffers are not given.
+
+    Args:
+        fed: parameters that are inputs; the others, and the buffers, are constants.
+
+    Returns:
+        The graph, and whether it draws random numbers.
+
+    Raises:
+        UnsupportedError: an operation without an ONNX form, or sizes that cannot vary.
+    """
+    forward.objective.train()
+    with no_fast_path():
+        joint = trace_joint(forward, forward.infos, [], [], wanted, what=_what(forward), hints=forward.hints)
+    return _graph(forward, joint, fed, wanted, []), bool(joint.traced.draws)
 
 
 def evaluation_graph(forward: ModuleForward, changing: Sequence[str]) -> StepGraph:
