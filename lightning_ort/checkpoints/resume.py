@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.loops.loop import _Loop  # private, as all loops are
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -77,9 +78,12 @@ class Restoring:
         """Compare the optimizer states that Lightning is about to load.
 
         Raises:
-            CheckpointError: their number, class, groups or shapes are others.
+            CheckpointError: their number, class, groups or shapes are others. None at all is a warning.
         """
         saved = self.checkpoint["optimizer_states"]
+        if not saved and optimizers:
+            rank_zero_warn("The checkpoint has no states of optimizers: they begin anew.")
+            return
         if len(saved) != len(optimizers):
             raise CheckpointError(
                 f"the checkpoint has states of {len(saved)} optimizers, but configure_optimizers returned "

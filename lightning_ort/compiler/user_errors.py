@@ -15,7 +15,10 @@ from lightning_ort.compiler.global_state import Surroundings, drawing_as_traced
 from lightning_ort.compiler.reference import ForkedRNG
 from lightning_ort.errors import CompilationError, RefusedValueError
 
-__all__ = ["Located", "behind"]
+__all__ = ["Frames", "Located", "behind", "frames_in"]
+
+Frames = Sequence[tuple[str, int, str]]
+"""File, line and function of calls, outermost first."""
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in (\S+)$', re.MULTILINE)
 
@@ -62,7 +65,7 @@ class Located:
         node = calls.at
         if node is None:
             return None
-        frames = _frames(node)
+        frames = frames_in(node.meta.get("stack_trace") or "")
         if node.target is torch._assert_async and _is_assert_statement(frames):
             message = str(node.args[1]) if len(node.args) > 1 else ""
             # the message that Dynamo gives to an assertion that has none
@@ -98,19 +101,18 @@ def _copy(x: Any) -> Any:
     return own.requires_grad_() if x.requires_grad and x.is_leaf else own
 
 
-def _frames(node: fx.Node) -> list[tuple[str, int, str]]:
-    """File, line and function of the calls that led to an fx node, outermost first."""
-    trace = node.meta.get("stack_trace") or ""
+def frames_in(trace: str) -> Frames:
+    """The calls of a traceback that was printed."""
     return [(match[1], int(match[2]), match[3]) for match in _FRAME.finditer(trace)]
 
 
-def _is_assert_statement(frames: Sequence[tuple[str, int, str]]) -> bool:
+def _is_assert_statement(frames: Frames) -> bool:
     return bool(frames) and "assert " in linecache.getline(*frames[-1][:2])
 
 
-def behind(frames: Sequence[tuple[str, int, str]]) -> types.TracebackType | None:
-    """A traceback through files, lines and functions, outermost first, for frames that do not exist."""
-    traceback: types.TracebackType | None = None
+def behind(frames: Frames, then: types.TracebackType | None = None) -> types.TracebackType | None:
+    """A traceback through frames that do not exist, which goes on with ``then``."""
+    traceback = then
     for file, line, function in reversed(frames):
         code = compile("raise ValueError", file, "exec").replace(co_name=function)
         try:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -19,13 +21,8 @@ from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS, DynamoObserver, no_fast_path, with_own_code
 from lightning_ort.compiler.executors.executable import Account
 from lightning_ort.compiler.plan import Fallback
-from lightning_ort.lightning.side_effects import (
-    GrowingLists,
-    LogRecorder,
-    appended_attributes,
-    logged_so_far,
-    results_stay,
-)
+from lightning_ort.lightning.growing_lists import GrowingLists, appended_attributes
+from lightning_ort.lightning.logged import LogRecorder, logged_so_far, results_stay
 from lightning_ort.report import InTorch, Report, StepReport
 
 __all__ = ["CompiledSteps"]
@@ -54,7 +51,8 @@ class CompiledSteps:
         self._observer = DynamoObserver(lambda: self._running, rank_zero_info)
         # Lightning's own condition for batches that it does not see
         takes_iterator = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
-        self._recorder = LogRecorder(module.log, module.log_dict, needs_batch_size=takes_iterator)
+        metrics = [m for m in module.modules() if isinstance(m, Metric)]
+        self._recorder = LogRecorder(module.log, module.log_dict, metrics, needs_batch_size=takes_iterator)
         self._replaced: dict[str, Any] = {
             name: torch.compiler.disable(getattr(module, name), reason=f"{name} is plain Python") for name in _OUTSIDE
         }
@@ -95,6 +93,7 @@ class CompiledSteps:
         outer, self._running = self._running, self.report.step(name)
         self._running.calls += 1
         compilations, failures = self._observer.compilations, self._observer.failures
+        self._recorder.allowed = name != "predict_step"  # whose loop has nowhere to keep it
         self._lists.place()
         replaced_in = [*self._replaced_in, *self._trainer, *map(self._outside, self._optimizers)]
         hidden = [_replace(*replacement) for replacement in replaced_in]
@@ -132,7 +131,7 @@ class CompiledSteps:
         own = optimizer.__dict__.get("step")
         known = self._optimizer_steps.get(id(optimizer))
         if known is None or known[0] is not own:
-            step = torch.compiler.disable(optimizer.step, reason="updates are no part of a graph")
+            step = torch.compiler.disable(_step_of(optimizer, own), reason="updates are no part of a graph")
             known = self._optimizer_steps[id(optimizer)] = own, {"step": step}
         return optimizer.__dict__, known[1]
 
@@ -162,6 +161,25 @@ class CompiledSteps:
 
 
 Namespace = dict[str, Any]
+
+
+def _step_of(optimizer: Optimizer, own: Callable[..., Any] | None) -> Callable[..., Any]:
+    """A function that calls ``own``, or if that is ``None`` what the class has by then, and looks at neither before.
+
+    ``torch.compiler.disable`` looks for attributes of its own, and a test double takes note of that.
+    """
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        method = type(optimizer).step if own is None else own
+        if own is None and hasattr(method, "__get__"):
+            method = method.__get__(optimizer)
+        return method(*args, **kwargs)
+
+    # schedulers look for what they have left there
+    of_method = getattr(optimizer.step, "__func__", optimizer.step)
+    if isinstance(of_method, FunctionType):
+        functools.update_wrapper(step, of_method)
+    return step
 
 
 def _metric_methods(module: LightningModule, recorder: LogRecorder) -> list[tuple[Namespace, Namespace]]:

@@ -21,9 +21,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ort.checkpoints import ORTCheckpointIO
-from lightning_ort.checkpoints.lightning import RECORD, make_record
+from lightning_ort.checkpoints.lightning import RECORD, TrainerFile, make_record
 from lightning_ort.checkpoints.resume import Restoring
 from lightning_ort.environment import require_onnxruntime
+from lightning_ort.errors import CheckpointError
 from lightning_ort.lightning.precision import ORTPrecision
 from lightning_ort.report import Report
 from lightning_ort.validation import choice, flag, shown
@@ -301,11 +302,20 @@ class ORTStrategy(SingleDeviceStrategy):
         """Read a checkpoint of Lightning or of ORTTrainer for the module that is connected.
 
         Raises:
-            CheckpointError: the file is damaged, of another kind, or does not fit the module.
+            CheckpointError: the file is damaged, of another kind, or does not fit the module; or it is of ORTTrainer,
+                and no module is connected yet.
         """
-        assert self.lightning_module is not None
         found = super().load_checkpoint(checkpoint_path, weights_only)
-        self._restoring = Restoring(self.lightning_module, found, weights_only)
+        module = self.lightning_module
+        if module is None or module._trainer is None:  # the property raises an error
+            # some look into a checkpoint before they fit; there is nothing yet that would be put back
+            if isinstance(found, TrainerFile):
+                raise CheckpointError(
+                    f"{checkpoint_path} is a checkpoint of ORTTrainer, which is translated for the module that it is "
+                    "loaded into, but the Trainer has none yet. Give it as ckpt_path to fit, validate, test or predict."
+                )
+            return found
+        self._restoring = Restoring(module, found, weights_only)
         return self._restoring.checkpoint
 
     @override

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import nn
+from torchmetrics import MeanSquaredError
 
 
 class Deep(nn.Module):
@@ -33,12 +34,14 @@ class Mistaken(LightningModule):
         super().__init__()
         self.mistake, self.automatic_optimization = mistake, not manual
         self.body, self.head, self.words, self.deep = nn.Linear(6, 8), nn.Linear(8, 3), nn.Embedding(5, 6), Deep()
+        self.error, self.others = MeanSquaredError(), {"error": MeanSquaredError()}
 
     def forward(self, x):
         return self.head(torch.relu(self.body(x)))
 
     def training_step(self, batch, batch_idx):
         if batch_idx == 0:
+            self._log_loss(self.body(batch[0]).sum())
             return F.cross_entropy(self(batch[0]), batch[1]) if self.automatic_optimization else None
         return getattr(self, self.mistake)(*batch)
 
@@ -109,6 +112,32 @@ class Mistaken(LightningModule):
         loss = F.cross_entropy(self(x), y)
         self.log_dict({"loss": loss}, reduce_fx="median")
         return loss
+
+    def twice(self, x, y):
+        loss = F.cross_entropy(self(x), y)
+        self.log("twice", loss, on_epoch=True)
+        self.log("twice", loss, on_epoch=False)
+        return loss
+
+    def otherwise(self, x, y):
+        """The other batches log it with the Trainer's own choice."""
+        loss = F.cross_entropy(self(x), y)
+        self._log_loss(loss, on_epoch=True)
+        return loss
+
+    def _log_loss(self, loss, **options):
+        scaled = loss * 1.0
+        self.log("loss", scaled, **options)
+
+    def unknown(self, x, y):
+        loss = F.cross_entropy(self(x), y)
+        self.log("error", self.others["error"])
+        return loss
+
+    def update(self, x, y):
+        scores = self(x)
+        self.error.update(scores, y)
+        return F.cross_entropy(scores, y)
 
 
 class Iterating(Mistaken):

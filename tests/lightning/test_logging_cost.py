@@ -8,7 +8,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from modules import FEATURES, curve
 from parity import fit
 
-from lightning_ort.lightning.side_effects import results_stay
+from lightning_ort.lightning.logged import results_stay
 
 
 class Logging(LightningModule):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from unittest.mock import MagicMock, patch
+
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from modules import FEATURES, Regressor, curve
-from parity import MemoryLogger, assert_fit_parity, assert_in_ort
+from parity import MemoryLogger, assert_fit_parity, assert_in_ort, fit
 from torch import nn
 
 LATENT = 6
@@ -146,6 +148,43 @@ class Closure(Regressor):
 
 def test_closure():
     assert_fit_parity(Closure, curve)
+
+
+class Recorded(Closure):
+    """Test doubles in the place of updates and closures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.closure = MagicMock()
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        if batch_idx:
+            optimizer.step(closure=self.closure)
+        else:
+            super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("where", ["class", "instance"])
+def test_doubles_see_what_they_see_in_eager(where):
+    """And nothing of what Dynamo looks for in functions; one that comes in the middle of a fit is called, too."""
+
+    class Doubles(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            owner = torch.optim.Adam if where == "class" else trainer.optimizers[0]
+            if batch_idx == 1:
+                self.patch = patch.object(owner, "step", side_effect=lambda closure: closure())
+                self.step = self.patch.start()
+            elif batch_idx == 3:
+                self.patch.stop()
+
+    seen = []
+    for strategy in ("auto", "ort"):
+        doubles = Doubles()
+        run = fit(Recorded, curve, strategy=strategy, limit_train_batches=5, max_epochs=1, callbacks=[doubles])
+        calls = doubles.step.mock_calls
+        seen.append(([(c[0], len(c.args), sorted(c.kwargs)) for c in calls], run.module.closure.call_count))
+    assert seen[0] == seen[1] == ([("", 0, ["closure"])] * 2, 4)
 
 
 class TwoLosses(Regressor):

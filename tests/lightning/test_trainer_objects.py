@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -85,6 +86,33 @@ def test_checkpoint_of_a_module_that_has_lost_its_trainer(tmp_path):
     run.trainer.save_checkpoint(tmp_path / "lost.ckpt")
     weights = torch.load(tmp_path / "lost.ckpt", weights_only=False)["state_dict"]
     assert_same_state({k: v for k, v in state_of(run.module).items() if k in weights}, weights, 0)
+
+
+def test_a_checkpoint_that_is_read_before_a_fit(tmp_path):
+    """By whoever wants to look into it, before a module is connected or attached; the fit restores it as ever."""
+    run = fit(Regressor, curve, max_steps=2)
+    run.trainer.save_checkpoint(tmp_path / "two.ckpt")
+    trainer, module = make_trainer(max_steps=4), Regressor()
+    assert trainer.strategy.load_checkpoint(tmp_path / "two.ckpt")["global_step"] == 2
+    trainer.strategy.connect(module)
+    assert trainer.strategy.load_checkpoint(tmp_path / "two.ckpt")["global_step"] == 2
+    with quiet():
+        trainer.fit(module, curve(), ckpt_path=tmp_path / "two.ckpt")
+    assert trainer.global_step == 4
+
+
+def test_a_checkpoint_without_optimizer_states(tmp_path):
+    """As made by hand, or of a fit without optimizers: Lightning takes it in silence, this strategy says so."""
+    run = fit(Regressor, curve, max_steps=2)
+    run.trainer.save_checkpoint(tmp_path / "two.ckpt")
+    saved = torch.load(tmp_path / "two.ckpt", weights_only=False)
+    torch.save({**saved, "optimizer_states": []}, tmp_path / "weights.ckpt")
+    trainer, module = make_trainer(max_steps=3), Regressor()
+    with quiet(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, curve(), ckpt_path=tmp_path / "weights.ckpt")
+    assert any("no states of optimizers" in str(w.message) for w in caught)
+    assert trainer.global_step == 3
 
 
 def test_a_module_that_is_compiled_already():

@@ -8,6 +8,7 @@ import traceback
 import mistakes
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from mistakes import Iterating, Mistaken, step_with_assertion
 from parity import make_trainer, quiet, state_of
 from torch import nn
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader
 
 MISTAKES = (
     "shape", "dtype", "device", "index", "label", "assertion", "arguments", "key", "attribute", "option", "raised",
-    "after_a_break", "caught", "vector", "reduction",
+    "after_a_break", "caught", "vector", "reduction", "twice", "otherwise", "unknown", "update",
 )  # fmt: skip
 
 
@@ -69,6 +70,39 @@ def test_the_error_is_eagers(mistake, caplog, capfd):
 def test_in_other_steps(mistake, how, manual):
     errors = [error_of(Mistaken(mistake, manual=manual), strategy, how) for strategy in ("auto", "ort")]
     assert_like_eager(*errors)
+
+
+class LogsPredictions(Mistaken):
+    """Lightning refuses to log in predict_step; what a step does about an error there, it does as in eager."""
+
+    caught = ""
+
+    def predict_step(self, batch, batch_idx):
+        scores = self(batch[0])
+        if self.mistake == "vector":
+            self.log("scores", scores)
+        elif self.mistake == "caught":
+            try:
+                self.log("score", scores.sum())
+            except Exception as error:
+                self.caught = str(error)
+        else:
+            self.log("score", scores.sum())
+            self.caught = "went on"
+        return scores
+
+
+def test_what_is_refused_at_its_line_in_predict_step():
+    errors = [error_of(LogsPredictions("scalar"), strategy, "predict") for strategy in ("auto", "ort")]
+    assert [type(e) for e in errors] == [MisconfigurationException] * 2
+    lines = [traceback.extract_tb(e.__traceback__) for e in errors]
+    assert ['self.log("score"' in "".join(f.line or "" for f in frames) for frames in lines] == [True, True]
+    modules = [LogsPredictions("caught") for _ in range(2)]
+    for module, strategy in zip(modules, ("auto", "ort"), strict=True):
+        with quiet():
+            make_trainer(strategy, max_epochs=1).predict(module, data())
+    assert "doesn't support logging" in modules[0].caught
+    assert modules[1].caught == modules[0].caught
 
 
 def test_a_batch_of_unknown_size():
