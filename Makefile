@@ -17,11 +17,12 @@ NETWORKS ?= 1000
 CPU := .venv-cpu
 STOCK := .venv-stock
 GPU := .venv-gpu
+DOCS := .venv-docs
 JAVASCRIPT := examples/ondevice/node_modules
 STAMP := .lightning_ort-installed
 PIP_OPTIONS := -qq --disable-pip-version-check --no-input
 
-.PHONY: help demo test test-gpu fuzz networks lint format bench environments clean clean-environments
+.PHONY: help demo test test-gpu fuzz networks lint format docs bench environments clean clean-environments
 .DEFAULT_GOAL := help
 # make would take a half-made environment for a finished one
 .DELETE_ON_ERROR:
@@ -34,6 +35,7 @@ help:
 	@echo "make networks train random networks, NETWORKS=1000 of them, to see that their check refuses none"
 	@echo "make lint    check format, lint and types"
 	@echo "make format  format the code and mend what lint can mend"
+	@echo "make docs    set up $(DOCS) and build the documentation into build/docs"
 	@echo "make bench   run the benchmarks in $(STOCK)"
 	@echo "make clean   remove caches; make clean-environments removes both environments"
 
@@ -68,6 +70,10 @@ format: $(STOCK)/$(STAMP)
 	$(STOCK)/bin/ruff check --fix-only .
 	$(STOCK)/bin/ruff format .
 
+# every warning is an error: a link or a reference that leads nowhere, a docstring that cannot be read
+docs: $(DOCS)/$(STAMP)
+	$(DOCS)/bin/python -m sphinx --fail-on-warning --keep-going -q -b html docs build/docs
+
 bench: $(STOCK)/$(STAMP)
 	$(STOCK)/bin/python -m benchmarks $(BENCH)
 
@@ -95,4 +101,4 @@ clean:
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 clean-environments:
-	rm -rf $(CPU) $(STOCK) $(GPU) $(JAVASCRIPT)
+	rm -rf $(CPU) $(STOCK) $(GPU) $(DOCS) $(JAVASCRIPT)

@@ -75,7 +75,7 @@ class OnnxRuntimeConflictError(OnnxRuntimeImportError):
 
 
 class OnnxRuntimeTooOldError(OnnxRuntimeImportError):
-    """The installed ONNX Runtime is older than :data:`MINIMUM_VERSION`."""
+    """The installed ONNX Runtime is older than ``MINIMUM_VERSION``."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def require_onnxruntime() -> OnnxRuntime:
         OnnxRuntimeNotFoundError: There is none.
         OnnxRuntimeConflictError: There are several in one folder, or the files are not those of the distribution
             that pip believes to be installed, as after installing two and uninstalling one.
-        OnnxRuntimeTooOldError: It is older than :data:`MINIMUM_VERSION`.
+        OnnxRuntimeTooOldError: It is older than ``MINIMUM_VERSION``.
         OnnxRuntimeImportError: It fails to import for another reason.
     """
     spec = importlib.util.find_spec("onnxruntime")

@@ -31,8 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: of the command; by default those of the process.
 
     Returns:
-        The exit status. 0: done; for ``examine``, all steps run in ONNX Runtime; for ``doctor``, nothing is wrong.
-        1: ``examine`` or ``doctor`` has found something. 2: the command could not be executed.
+        The exit status, 0 if done; for ``examine``, all steps run in ONNX Runtime; for ``doctor``, nothing is wrong.
+        It is 1 if ``examine`` or ``doctor`` has found something, 2 if the command could not be executed.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["doctor"]:

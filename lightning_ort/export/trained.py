@@ -29,7 +29,7 @@ def export_trained(
     checkpoint: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> ExportedModel:
-    """:func:`~lightning_ort.export.export_onnx` for the module that ``trainer`` trains or has trained.
+    """:func:`~lightning_ort.export_onnx` for the module that ``trainer`` trains or has trained.
 
     Args:
         trainer: any Trainer, whatever its strategy.
@@ -38,7 +38,7 @@ def export_trained(
             first batch of a loader of prediction, validation, test or training.
         checkpoint: weights to export: ``None`` for those the module has, ``"best"`` and ``"last"`` for those of the
             Trainer's ``ModelCheckpoint``, or the path of a checkpoint. The module has its own again afterwards.
-        **options: of :func:`~lightning_ort.export.export_onnx`.
+        **options: of :func:`~lightning_ort.export_onnx`.
 
     Returns:
         What was written, and how it was checked.
@@ -135,7 +135,7 @@ class ORTExport(Callback):
         checkpoint: ``None`` for the weights at the end, ``"best"`` or ``"last"`` for those of the ``ModelCheckpoint``,
             or the path of a checkpoint.
         sample, method, input_names, output_names, dynamic, dtype, opset, external_data, tolerance: see
-            :func:`~lightning_ort.export.export_onnx`. By default inputs are ``example_input_array`` or part of a batch.
+            :func:`~lightning_ort.export_onnx`. By default inputs are ``example_input_array`` or part of a batch.
 
     Raises:
         ValueError: (when the Trainer starts) an option is not as described, or ``checkpoint`` asks for what no

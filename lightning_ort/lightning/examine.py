@@ -79,7 +79,7 @@ def examine(
 
     Raises:
         OnnxRuntimeImportError: there is no usable ONNX Runtime.
-        errors of the steps themselves.
+        Exception: what the steps themselves raise.
     """
     loaders = {
         "train": train_dataloaders,

@@ -65,11 +65,11 @@ def generate_artifacts(
             Runtime's ``LossType``), or a function from the results of the model and the targets to a scalar tensor; for
             an ONNX model also an ``onnxblock``, this package's or ONNX Runtime's. ``None``: the first result of the
             model is the loss, or ``training_step`` of a LightningModule returns it.
-        optimizer: an :class:`OptimizerConfig`, a kind (``"AdamW"``, ``"Adam"``, ``"SGD"``, ``"Lamb"``, or a member of
-            ONNX Runtime's ``OptimType``), a torch optimizer of the module (AdamW, Adam, SGD, or one of
-            ``lightning_ort.optim``), whose moments and number of updates are taken over, an ``onnxblock`` such as
-            ``onnxblock.optim.AdamW()``, or ``None`` for no update. Where no parameter is trained, the default writes no
-            optimizer.
+        optimizer: an :class:`~lightning_ort.ondevice.OptimizerConfig`, a kind (``"AdamW"``, ``"Adam"``, ``"SGD"``,
+            ``"Lamb"``, or a member of ONNX Runtime's ``OptimType``), a torch optimizer of the module (AdamW, Adam, SGD,
+            or one of ``lightning_ort.optim``), whose moments and number of updates are taken over, an ``onnxblock``
+            such as ``onnxblock.optim.AdamW()``, or ``None`` for no update. Where no parameter is trained, the default
+            writes no optimizer.
         requires_grad: names of the parameters that are trained; by default all that require a gradient, or that a
             torch optimizer holds.
         frozen_params: names of parameters that are not trained.

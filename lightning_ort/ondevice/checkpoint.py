@@ -59,7 +59,7 @@ class Parameter:
 
     @property
     def grad(self) -> np.ndarray | None:
-        """A copy of its gradient: the sum over all training steps since ``lazy_reset_grad``, zeros before the first.
+        """A copy of its gradient, the sum over all training steps since ``lazy_reset_grad``; zeros before the first.
 
         ``None`` for what is not trained, and after a training step that failed while it replaced the gradients.
         """

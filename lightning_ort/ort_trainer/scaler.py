@@ -61,7 +61,7 @@ class LossScaler(amp.DynamicLossScaler):
 
     @property
     def initial_loss_scale_(self) -> float:
-        """The factor to which :meth:`reset` goes back."""
+        """The factor to which :meth:`~lightning_ort.amp.DynamicLossScaler.reset` goes back."""
         return self._initial_loss_scale
 
     @property

@@ -67,7 +67,7 @@ class TrainingBinding(onnxruntime.IOBinding):
         self.targets[name] = ortvalue
 
     def store(self, results: Sequence[np.ndarray]) -> None:
-        """Hand the results of a run, in the order of :attr:`targets`, to their targets."""
+        """Hand the results of a run, in the order of ``targets``, to their targets."""
         self.results = []
         for (name, target), array in zip(self.targets.items(), results, strict=True):
             if isinstance(target, np.ndarray):

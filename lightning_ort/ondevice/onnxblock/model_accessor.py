@@ -17,7 +17,7 @@ _IR_VERSION, _OPSET = 10, 20
 
 
 class ModelAccessor:
-    """The model that blocks work on, between :func:`base` and its end.
+    """The model that blocks work on, between :func:`~lightning_ort.ondevice.onnxblock.base` and its end.
 
     Attributes:
         model: the model; blocks change it.

@@ -45,7 +45,7 @@ def with_outputs(model: onnx.ModelProto, names: Sequence[str]) -> onnx.ModelProt
 
 
 class ForwardBlock(Block):
-    """Makes a model whose outputs are what :meth:`build` returns."""
+    """Makes a model whose outputs are what ``build`` returns."""
 
     _model: onnx.ModelProto | None = None
 
@@ -60,7 +60,7 @@ class ForwardBlock(Block):
         return self._model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What :meth:`build` returns; the base model has these outputs then."""
+        """What ``build`` returns; the base model has these outputs then."""
         output = super().__call__(*args, **kwargs)
         self._model = with_outputs(self.infer_shapes_on_base(), as_names(output))
         current().model.CopyFrom(self._model)
@@ -68,7 +68,7 @@ class ForwardBlock(Block):
 
 
 class TrainingBlock(Block):
-    """Makes a model with the gradients of the first name that :meth:`build` returns, and one for evaluation.
+    """Makes a model with the gradients of the first name that ``build`` returns, and one for evaluation.
 
     Both are files of ONNX Runtime's on-device training (the flavour "ort-training"), which the classes of
     :mod:`lightning_ort.ondevice` load on any build.
@@ -108,7 +108,7 @@ class TrainingBlock(Block):
         return self._models
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What :meth:`build` returns; the base model is the training model then.
+        """What ``build`` returns; the base model is the training model then.
 
         Raises:
             UnsupportedError: an operator without a gradient, named.

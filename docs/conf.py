@@ -1,0 +1,55 @@
+"""Settings of Sphinx for `make docs`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from pygments.lexers.special import TextLexer
+from sphinx.application import Sphinx
+
+import lightning_ort
+
+# names that are imported when they are asked for; autodoc looks for them in the module
+for _name in ("lightning_ort", "lightning_ort.ondevice"):
+    _module = importlib.import_module(_name)
+    vars(_module).update({name: getattr(_module, name) for name in _module.__all__})
+
+project = "lightning_ort"
+release = lightning_ort.__version__
+copyright = "the authors of lightning_ort, Apache 2.0"
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+html_theme = "furo"
+html_title = f"lightning_ort {release}"
+html_show_sourcelink = False
+
+myst_heading_anchors = 3
+
+autodoc_default_options = {"members": True}
+autodoc_inherit_docstrings = False  # those of torch and Lightning are theirs
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+python_maximum_signature_line_length = 100
+
+# each reference must lead somewhere: to this site, or to what it has no pages of
+nitpicky = True
+nitpick_ignore_regex = [
+    (r"py:.*", r"(collections|contextlib|os|pathlib|torch|lightning|onnx|onnx_ir|onnxruntime|numpy|pl)\..*"),
+    (
+        r"py:.*",
+        r"(Accelerator|CheckpointIO|Precision|MisconfigurationException|UnpicklingError|_DEVICE)",
+    ),  # Lightning's
+    (r"py:.*", r"lightning_ort\.(compiler|optim\.settings)\..*|lightning_ort\..*\._\w+"),
+    (r"py:class", r"(list|dict)\[.*"),  # halves of a type
+]
+
+
+def setup(app: Sphinx) -> None:
+    app.add_lexer("mermaid", TextLexer)  # diagrams that GitHub draws are text here
