@@ -28,6 +28,7 @@ __all__ = [
     "difference",
     "distance",
     "find_mismatch",
+    "has_nan",
     "is_same_function",
     "largest",
     "varied",
@@ -260,7 +261,9 @@ class Doubts:
         self._advice = advice
         self._doubted: set[int] = set()
 
-    def settle(self, graph: int, mismatch: Mismatch, again: Callable[[int], Mismatch | None]) -> None:
+    def settle(
+        self, graph: int, mismatch: Mismatch, again: Callable[[int], Mismatch | None], *, diverged: bool = False
+    ) -> None:
         """Raise unless ``mismatch`` may be due to the values of one run alone.
 
         Args:
@@ -268,13 +271,16 @@ class Doubts:
             mismatch: what differed.
             again: compares a run with other values, of the seed that it gets; its RuntimeErrors and ValueErrors stand
                 for values that torch itself refuses.
+            diverged: values that are trained, or computed from such, are NaN: torch's own kernels disagree about
+                gradients there, and will in the next run.
 
         Raises:
             MismatchError: it is no accident.
         """
-        accident = not mismatch.certain and graph not in self._doubted
+        accident = not mismatch.certain and (diverged or graph not in self._doubted)
         if accident and not _recurs(again):
-            self._doubted.add(graph)
+            if not diverged:
+                self._doubted.add(graph)
             return
         raise MismatchError(f"{mismatch.text}. {self._advice}")
 
@@ -291,15 +297,25 @@ def _recurs(again: Callable[[int], Mismatch | None]) -> bool:
 
 
 def varied(args: Sequence[Any], chosen: Collection[int], seed: int) -> list[Any]:
-    """``args`` with the tensors numbered ``chosen`` (by default all real ones) changed by up to one percent."""
+    """``args`` with the tensors numbered ``chosen`` (by default all real ones) changed by up to one percent.
+
+    NaN becomes a number between -1 and 1.
+    """
     generator = torch.Generator().manual_seed(seed)
     numbers = chosen or [i for i, x in enumerate(args) if isinstance(x, torch.Tensor) and x.is_floating_point()]
     other = list(args)
     for i in numbers:
-        noise = torch.empty(args[i].shape, dtype=torch.float32).uniform_(-_CHANGE, _CHANGE, generator=generator)
+        noise = torch.empty(args[i].shape, dtype=torch.float32).uniform_(-1, 1, generator=generator)
+        noise = noise.to(args[i].device)
         with torch.inference_mode(False), torch.no_grad():
-            other[i] = (args[i] * (1 + noise.to(args[i].device))).to(args[i].dtype)
+            changed = (args[i] * (1 + _CHANGE * noise)).to(args[i].dtype)
+            other[i] = torch.where(changed.isnan(), noise.to(changed.dtype), changed)
     return other
+
+
+def has_nan(args: Sequence[Any], chosen: Collection[int]) -> bool:
+    """Whether one of the tensors numbered ``chosen`` among ``args`` has a NaN."""
+    return any(bool(args[i].isnan().any()) for i in chosen)
 
 
 def largest(tensor: torch.Tensor) -> float:

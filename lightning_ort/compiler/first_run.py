@@ -16,7 +16,7 @@ from lightning_ort.compiler.reference import ForkedRNG, evaluate
 from lightning_ort.compiler.rounding import RoundingNoise
 from lightning_ort.errors import MismatchError
 from lightning_ort.runtime.memory import release_free_memory
-from lightning_ort.verification import Doubts, Mismatch, Results, find_mismatch, varied
+from lightning_ort.verification import Doubts, Mismatch, Results, find_mismatch, has_nan, varied
 
 __all__ = ["FirstRun"]
 
@@ -100,7 +100,7 @@ class FirstRun:
                         results = executable.run(other if scale is None else [*other, scale])
                     return self._mismatch(executable, results, reference, other, incoming, start, scale)
 
-                self._doubts.settle(id(executable), mismatch, again)
+                self._doubts.settle(id(executable), mismatch, again, diverged=has_nan(args, self._wanted))
                 _write(executable, args, reference, results)
         except MismatchError:
             ForkedRNG(self._device).restore(start)
@@ -176,7 +176,7 @@ class FirstRun:
                 found = again(other)
             return compared(other, found)[1]
 
-        self._doubts.settle(id(executable), mismatch, differs)
+        self._doubts.settle(id(executable), mismatch, differs, diverged=has_nan(args, self._wanted))
         return [wanted.gradients.get(i) for i in self._wanted], False
 
     def _evaluate(

@@ -10,6 +10,7 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 from seeded_networks import Problem
 from torch import fx, nn
 
@@ -17,6 +18,7 @@ from lightning_ort import MismatchError, verification
 from lightning_ort.compiler import ORTBackend, compilation, first_run
 from lightning_ort.compiler.plan import Plan
 from lightning_ort.compiler.rounding import RoundingNoise
+from lightning_ort.verification import has_nan, varied
 
 NETWORKS = int(os.environ.get("LIGHTNING_ORT_TEST_NETWORKS", "5"))
 DRAWS = 6
@@ -201,6 +203,28 @@ def test_a_second_accident_is_refused(monkeypatch):
     with pytest.raises(MismatchError, match=r"differs between ONNX Runtime and torch"):
         compiled(torch.randn(8, 6))
     assert all(torch.equal(a, b) for a, b in zip(before, module.state_dict().values(), strict=True))
+
+
+def test_a_diverged_run_goes_on():
+    """torch's own kernels disagree about the gradient of hardtanh at NaN; the next run is no other."""
+    graphs = []
+    module = nn.Linear(6, 1).double()
+
+    def step(x):
+        hidden = module(x).mean()
+        torch._dynamo.graph_break()
+        return F.hardtanh(hidden) + hidden
+
+    compiled = torch.compile(step, backend=ORTBackend(on_graph=graphs.append))
+    for _ in range(4):
+        loss = compiled(torch.full((8, 6), torch.nan, dtype=torch.float64))
+        loss.backward()
+        assert loss.isnan() and all(p.grad.isnan().all() for p in [module.weight])
+    assert len(graphs) == 2
+    # and a graph that is wrong for numbers is refused all the same
+    assert has_nan([torch.tensor([1.0, torch.nan])], [0]) and not has_nan([torch.ones(2)], [0])
+    (other,) = varied([torch.tensor([2.0, torch.nan])], [0], 0)
+    assert 1.9 < other[0] < 2.1 and other[1].abs() <= 1
 
 
 # -- what is compared, and how it is called -------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import linecache
 import random
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .operations import DIFFERENT
 
@@ -136,6 +138,29 @@ def fresh_state(dtype: torch.dtype) -> State:
         return State(dtype)
 
 
+_APPROXIMATED = frozenset([
+    "acos", "asin", "atan", "cos", "cosh", "erf", "erfc", "exp", "exp2", "expm1", "gelu", "lgamma", "log", "log10",
+    "log1p", "log2", "log_sigmoid_forward", "mish", "pow", "rsqrt", "sigmoid", "silu", "sin", "sinh", "softplus",
+    "sqrt", "tan", "tanh",
+])  # fmt: skip
+"""Functions whose last digit is up to who computes them."""
+
+
+class _Approximated(TorchDispatchMode):
+    """While entered, functions that are computed by approximation are off by a relative error of about ``size``."""
+
+    def __init__(self, size: float, generator: torch.Generator) -> None:
+        super().__init__()
+        self._size, self._generator = size, generator
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func._schema.name.removeprefix("aten::") in _APPROXIMATED and result.is_floating_point():
+            noise = torch.randn(result.shape, generator=self._generator, dtype=torch.float64)
+            return result * (1 + self._size * noise).to(result.dtype)
+        return result
+
+
 def run(
     program: Program, function: Callable[..., Any], state: State, case: Case, number: int, disturb: float = 0.0
 ) -> dict[str, torch.Tensor] | Exception:
@@ -147,11 +172,13 @@ def run(
         state: what the step reads and writes; is changed.
         case: size and kind of the data.
         number: of the call.
-        disturb: relative size of a random disturbance of all data and of the state.
+        disturb: relative size of a random disturbance of all data and of the state, and of what is approximated.
     """
     values = arguments(case, number, program.dtype)
+    noise: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if disturb:
         generator = torch.Generator().manual_seed(int(disturb * 1e18) % 2**31)
+        noise = _Approximated(disturb, generator)
         with torch.no_grad():
             for t in [*values[:3], *state.parameters(), *state.buffers()]:
                 if t.is_floating_point():
@@ -159,7 +186,7 @@ def run(
     state.zero_grad()
     torch.manual_seed(number)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), noise:
             warnings.simplefilter("ignore")
             results = function(state, *values)
             total = results[0]
