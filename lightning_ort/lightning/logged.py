@@ -49,7 +49,6 @@ _ARGUMENTS = {
     "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group",
     "add_dataloader_idx", "batch_size", "metric_attribute", "rank_zero_only",
 }  # fmt: skip
-_SWITCHES = ("prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
 _REDUCTIONS = ("mean", "sum", "min", "max", "avg")
 
 
@@ -126,8 +125,7 @@ class LogRecorder:
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Collect."""
-        valid = self._can_be_logged(name, value, kwargs) and self._are_right(args, kwargs)
-        if valid and not self._contradicts(name, args, kwargs):
+        if self._can_be_logged(name, value, kwargs) and self._are_right(args, kwargs):
             place = f"{self._token} log {name}"
             comptime(_note_place, _note_place_uncompiled)
             self._calls.append(("log", name, _snapshot(value), args, kwargs, place))
@@ -156,15 +154,6 @@ class LogRecorder:
         if isinstance(value, Metric) and kwargs.get("metric_attribute") is None:
             return any(value is metric for metric in self._metrics)
         return isinstance(value, (int, float, Metric))
-
-    def _contradicts(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the step has logged the same name before in another way, which Lightning refuses."""
-        for kind, key, _, other_args, other_kwargs, _ in self._calls:
-            if kind == "log" and key == name:
-                return len(args) != len(other_args) or any(
-                    kwargs.get(switch) is not other_kwargs.get(switch) for switch in _SWITCHES
-                )
-        return False
 
     def _are_right(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether Lightning will take these further arguments, as far as that can be told from them alone."""
