@@ -29,7 +29,13 @@ html_show_sourcelink = False
 
 myst_heading_anchors = 3
 
-autodoc_default_options = {"members": True}
+# with what bases of this package have; those of others end it
+_OTHERS = (
+    "Accelerator", "BaseException", "Callback", "Enum", "LRScheduler", "LightningCLI", "Mapping", "Module",
+    "MutableMapping", "Optimizer", "Precision", "SingleDeviceStrategy", "Strategy", "TorchCheckpointIO", "int",
+    "object", "tuple",
+)  # fmt: skip
+autodoc_default_options = {"members": True, "inherited-members": ", ".join(_OTHERS)}
 autodoc_inherit_docstrings = False  # those of torch and Lightning are theirs
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"

@@ -13,6 +13,7 @@ from benchmarks.models import MODELS, load
 from benchmarks.ondevice import main as ondevice
 from benchmarks.overhead import measure_overhead
 from benchmarks.table import markdown
+from benchmarks.training_session import main as training_session
 
 
 @pytest.mark.stock_only
@@ -99,3 +100,11 @@ def test_ondevice_command_measures_the_contestants_in_turns(capsys):
     assert ("onnxruntime" in results["mlp"]) == WHEEL
     assert all(0 < value < 1e6 for value in results["mlp"].values())
     assert "lightning_ort" in capsys.readouterr().out
+
+
+@pytest.mark.stock_only
+def test_training_session_command_measures_both_in_turns(capsys):
+    results = training_session(["--models", "mlp", "--rounds", "1", "--threads", "1"])
+    assert list(results["mlp"]) == ["TrainingSession", "eager, fused Adam"]
+    assert all(0 < value < 1e6 for value in results["mlp"].values())
+    assert "TrainingSession" in capsys.readouterr().out

@@ -100,3 +100,17 @@ def test_paths_of_earlier_versions(old):
     names = [name for name in new.__all__ if hasattr(new, name)]
     assert names
     assert all(getattr(module, name) is getattr(new, name) for name in names)
+
+
+GUIDES = [
+    ROOT.parent / "CONTRIBUTING.md",
+    ROOT.parent / "docs" / "contributing" / "layout.md",
+    *ROOT.rglob("README.md"),
+]
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda p: p.relative_to(ROOT.parent).as_posix())
+def test_guides_name_files_that_exist(guide):
+    named = [re.sub(r"<\w+>", "*", path) for path in re.findall(r"`([\w./<>]+/[\w./<>]*)`", guide.read_text())]
+    missing = [n for n in named if not any([*ROOT.parent.glob(n), *ROOT.rglob(n), *ROOT.rglob(f"{n}.py")])]
+    assert not missing

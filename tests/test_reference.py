@@ -75,7 +75,9 @@ def members_without_docstring(cls: type) -> list[str]:
     others = [base for base in cls.__mro__ if not base.__module__.startswith("lightning_ort")]
     return [
         name
-        for name, value in vars(cls).items()
+        for base in cls.__mro__
+        if base not in others
+        for name, value in vars(base).items()
         if not name.startswith("_")
         and (inspect.isroutine(value) or isinstance(value, (property, classmethod, staticmethod)))
         and not any(getattr(base.__dict__.get(name), "__doc__", None) for base in cls.__mro__)

@@ -33,7 +33,7 @@ class Restoring:
     """One load of a checkpoint, from reading it to the first step.
 
     Lightning loads weights and callbacks before there are optimizers that the rest could be compared with. So what was
-    is kept until the stage starts, and put back if anything fails before that.
+    is kept until the first step, and put back if anything fails before that.
 
     Args:
         module: the LightningModule; its trainer is asked for the rest.

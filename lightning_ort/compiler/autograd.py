@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_ort.compiler.kept import Kept
 from lightning_ort.compiler.reference import ForkedRNG
 
+if TYPE_CHECKING:
+    from lightning_ort.compiler.compilation import Pair
+    from lightning_ort.compiler.region import Region
+
 __all__ = ["LossStep", "PairStep"]
 
 
-def _start(ctx: Any, region: Any) -> None:
+def _start(ctx: Any, region: Region) -> None:
     ctx.set_materialize_grads(False)
     ctx.region = region
     ctx.used = frozenset()
@@ -22,7 +26,7 @@ def _start(ctx: Any, region: Any) -> None:
 
 def _end(ctx: Any, outputs: Any) -> Any:
     """Take down what belongs to the run of the region, whose next one may be of another graph."""
-    region = ctx.region
+    region: Region = ctx.region
     ctx.kept.seal()
     ctx.positions = region.outputs_by_position
     if region.not_differentiable:
@@ -54,7 +58,7 @@ def _take_kept(ctx: Any, arrived: Collection[int]) -> tuple[Kept, bool]:
     Unless they may (``retain_graph=True``, or ``create_graph=True``), it is let go of, but for outputs of which eager
     would still have the graph.
     """
-    kept = ctx.kept
+    kept: Kept = ctx.kept
     keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
     if not keeps:
         ctx.used |= kept.used_for(arrived)
@@ -67,12 +71,13 @@ class LossStep(torch.autograd.Function):
     """Outputs and gradients in one run; backward hands the gradients out, times the loss's own gradient."""
 
     @staticmethod
-    def forward(ctx: Any, region: Any, args: Any, *differentiable: torch.Tensor) -> Any:
+    def forward(ctx: Any, region: Region, args: Sequence[Any], *differentiable: torch.Tensor) -> Any:
         _start(ctx, region)
         ctx.loss = region.loss_output
         ctx.kept = region.keep(args)
         outputs, ctx.gradients, ctx.finite = region.run_loss(args)
         if ctx.finite is not None:
+            assert region.scaling is not None
             ctx.scale = region.scaling.scale
         return _end(ctx, outputs)
 
@@ -81,7 +86,7 @@ class LossStep(torch.autograd.Function):
     @torch.compiler.disable
     def backward(ctx: Any, *incoming: torch.Tensor | None) -> Any:
         arrived = _arrived(ctx, incoming)
-        region = ctx.region
+        region: Region = ctx.region
         if not arrived:
             return (None, None, *([None] * len(region.wanted)))
         (kept, keeps), gradients, again = _take_kept(ctx, arrived), ctx.gradients, torch.is_grad_enabled()
@@ -103,6 +108,7 @@ class LossStep(torch.autograd.Function):
             _multiply([g for g in gradients if g is not None and g.dtype.itemsize >= 4], factor)
             # those are still scaled
             _multiply([g for g in gradients if g is not None and g.dtype.itemsize < 4], factor / ctx.scale)
+            assert region.scaling is not None
             inputs = [kept.args[i] for i in region.wanted]
             region.scaling.note(ctx.finite, [x for x in inputs if isinstance(x, torch.nn.Parameter)])
         return (None, None, *gradients)
@@ -117,7 +123,7 @@ class PairStep(torch.autograd.Function):
     """Forward in one graph; backward in another, for gradients that arrive at any of the outputs."""
 
     @staticmethod
-    def forward(ctx: Any, region: Any, pair: Any, args: Any, *differentiable: torch.Tensor) -> Any:
+    def forward(ctx: Any, region: Region, pair: Pair, args: Sequence[Any], *differentiable: torch.Tensor) -> Any:
         _start(ctx, region)
         ctx.pair = pair
         ctx.kept = region.keep(args, pair)
@@ -136,7 +142,8 @@ class PairStep(torch.autograd.Function):
     @torch.compiler.disable
     def backward(ctx: Any, *incoming: torch.Tensor | None) -> Any:
         arrived = _arrived(ctx, incoming)
-        region, pair = ctx.region, ctx.pair
+        region: Region = ctx.region
+        pair: Pair = ctx.pair
         if not arrived:
             return (None, None, None, *([None] * len(region.wanted)))
         kept, keeps = _take_kept(ctx, arrived)

@@ -53,19 +53,19 @@ class CompiledSteps:
         takes_iterator = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
         metrics = [m for m in module.modules() if isinstance(m, Metric)]
         self._recorder = LogRecorder(module.log, module.log_dict, metrics, needs_batch_size=takes_iterator)
-        self._replaced: dict[str, Any] = {
+        own: Namespace = {
             name: torch.compiler.disable(getattr(module, name), reason=f"{name} is plain Python") for name in _OUTSIDE
         }
-        self._replaced |= {"log": self._recorder.log, "log_dict": self._recorder.log_dict}
+        own |= {"log": self._recorder.log, "log_dict": self._recorder.log_dict}
         self._uncompiled = _uncompiled(module)
-        self._replaced |= self._uncompiled
+        own |= self._uncompiled
         backend.on_graph, backend.on_fallback = self._on_graph, self._on_fallback
         self._backend = backend
-        self._replaced["__deepcopy__"] = _deepcopy_without(self._replaced, module, self._recorder)
-        self._replaced_in = [(module.__dict__, self._replaced), *_metric_methods(module, self._recorder)]
-        self._trainer: list[tuple[Namespace, Namespace]] = []
+        own["__deepcopy__"] = _deepcopy_without(own, module, self._recorder)
+        self._patches: list[Patch] = [(module.__dict__, own), *_metric_patches(module, self._recorder)]
+        self._trainer_patches: list[Patch] = []
         self._optimizers: list[Optimizer] = []
-        self._optimizer_steps: dict[int, tuple[Any, Namespace]] = {}
+        self._optimizer_patches: dict[int, tuple[Any, Namespace]] = {}
         self._compiled: dict[str, Callable[..., Any]] = {}
         self._lists = GrowingLists(module.__dict__)
 
@@ -95,10 +95,10 @@ class CompiledSteps:
         compilations, failures = self._observer.compilations, self._observer.failures
         self._recorder.allowed = name != "predict_step"  # whose loop has nowhere to keep it
         self._lists.place()
-        replaced_in = [*self._replaced_in, *self._trainer, *map(self._outside, self._optimizers)]
-        hidden = [_replace(*replacement) for replacement in replaced_in]
+        patches = [*self._patches, *self._trainer_patches, *map(self._optimizer_patch, self._optimizers)]
         try:
-            result = compiled(*args, **kwargs)
+            with _Patched(patches):
+                result = compiled(*args, **kwargs)
         except BaseException:
             self._recorder.discard()
             if self._observer.failures != failures:
@@ -106,8 +106,6 @@ class CompiledSteps:
                 del self._compiled[name]
             raise
         finally:
-            for (namespace, replaced), originals in zip(replaced_in, hidden, strict=True):
-                _put_back(namespace, replaced, originals)
             self._lists.remove()
             if self._observer.compilations != compilations:
                 self._observer.collect()
@@ -117,22 +115,22 @@ class CompiledSteps:
 
     def set_trainer(self, trainer: Trainer) -> None:
         """The Trainer that the module is trained by, whose metrics a step may read."""
-        self._trainer = [
+        self._trainer_patches = [
             (trainer.__dict__, {"_logger_connector": logged_so_far(trainer._logger_connector, self._recorder)})
         ]
 
     def set_optimizers(self, optimizers: Sequence[Any]) -> None:
         """The optimizers in use, whose updates have no place in a graph, whoever asks for them."""
         self._optimizers = [o for o in optimizers if isinstance(o, Optimizer)]
-        self._optimizer_steps = {}
+        self._optimizer_patches = {}
 
-    def _outside(self, optimizer: Optimizer) -> tuple[Namespace, Namespace]:
-        """The namespace of ``optimizer``, and what stands in for its ``step``, which others may have wrapped."""
+    def _optimizer_patch(self, optimizer: Optimizer) -> Patch:
+        """Of the ``step`` of ``optimizer``, which others may have wrapped."""
         own = optimizer.__dict__.get("step")
-        known = self._optimizer_steps.get(id(optimizer))
+        known = self._optimizer_patches.get(id(optimizer))
         if known is None or known[0] is not own:
             step = torch.compiler.disable(_step_of(optimizer, own), reason="updates are no part of a graph")
-            known = self._optimizer_steps[id(optimizer)] = own, {"step": step}
+            known = self._optimizer_patches[id(optimizer)] = own, {"step": step}
         return optimizer.__dict__, known[1]
 
     def compile_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -161,6 +159,30 @@ class CompiledSteps:
 
 
 Namespace = dict[str, Any]
+Patch = tuple[Namespace, Namespace]
+"""The namespace of an instance, and what stands there during a step."""
+
+
+class _Patched:
+    """Patches, for a block, past ``nn.Module.__setattr__``, whose checks cost more than a small step."""
+
+    __slots__ = ("_originals", "_patches")
+
+    def __init__(self, patches: Sequence[Patch]) -> None:
+        self._patches = patches
+
+    def __enter__(self) -> None:
+        self._originals = [{k: namespace[k] for k in values if k in namespace} for namespace, values in self._patches]
+        for namespace, values in self._patches:
+            namespace.update(values)
+
+    def __exit__(self, *exc: object) -> None:
+        for (namespace, values), originals in zip(self._patches, self._originals, strict=True):
+            for name in values:
+                if name in originals:
+                    namespace[name] = originals[name]
+                else:
+                    namespace.pop(name, None)
 
 
 def _step_of(optimizer: Optimizer, own: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -182,8 +204,8 @@ def _step_of(optimizer: Optimizer, own: Callable[..., Any] | None) -> Callable[.
     return step
 
 
-def _metric_methods(module: LightningModule, recorder: LogRecorder) -> list[tuple[Namespace, Namespace]]:
-    """Per metric its instance namespace, and what stands in for its methods: they are full of plain Python."""
+def _metric_patches(module: LightningModule, recorder: LogRecorder) -> list[Patch]:
+    """Of the methods of metrics, which are full of plain Python."""
     why = "metrics are plain Python"
     found = []
     for m in module.modules():
@@ -215,18 +237,3 @@ def _uncompiled(module: LightningModule) -> dict[str, Callable[..., Any]]:
     """The methods that a Trainer put others in the place of, because it was given ``torch.compile(module)``."""
     context = module._compiler_ctx or {}
     return {name.removeprefix("original_"): m for name, m in context.items() if name.startswith("original_")}
-
-
-def _replace(namespace: Namespace, replaced: Namespace) -> Namespace:
-    """Write past ``nn.Module.__setattr__``, whose checks cost more than a small step; returns what was hidden."""
-    originals = {k: namespace[k] for k in replaced if k in namespace}
-    namespace.update(replaced)
-    return originals
-
-
-def _put_back(namespace: Namespace, replaced: Namespace, originals: Namespace) -> None:
-    for key in replaced:
-        if key in originals:
-            namespace[key] = originals[key]
-        else:
-            namespace.pop(key, None)

@@ -262,6 +262,7 @@ class ORTStrategy(SingleDeviceStrategy):
                 f"strategy='ort' trains on one device, but the Trainer was given devices={trainer.num_devices}: "
                 "use devices=1."
             )
+        # private; Lightning leaves no other trace of sync_batchnorm
         if trainer._accelerator_connector._layer_sync is not None:
             raise MisconfigurationException(
                 "sync_batchnorm=True has no meaning with strategy='ort', which trains on one device: leave it out."
@@ -273,6 +274,7 @@ class ORTStrategy(SingleDeviceStrategy):
         if self._steps is not None:
             self._steps.remove()
         self._hooked_optimizers.remove()
+        self._restoring = None
         super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -333,36 +335,11 @@ class ORTStrategy(SingleDeviceStrategy):
             self._restoring = None
         super().on_exception(exception)
 
-    @override
-    def on_train_start(self) -> None:
-        self._restoring = None
-        super().on_train_start()
-
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        # callbacks that try learning rates restore in the middle of a fit
-        self._restoring = None
-        super().on_train_batch_start(batch, batch_idx)
-
-    @override
-    def on_validation_start(self) -> None:
-        self._restoring = None
-        super().on_validation_start()
-
-    @override
-    def on_test_start(self) -> None:
-        self._restoring = None
-        super().on_test_start()
-
-    @override
-    def on_predict_start(self) -> None:
-        self._restoring = None
-        super().on_predict_start()
-
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         assert self._steps is not None, "the strategy is not set up"
+        self._restoring = None
         return self._steps(name, *args, **kwargs)
 
     @override

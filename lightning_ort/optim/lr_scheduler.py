@@ -64,9 +64,9 @@ class _LRScheduler:
         return self._last_lr
 
     def torch_scheduler(self, optimizer: Optimizer, last_epoch: int = -1) -> LRScheduler:
-        """The same as a torch scheduler, for ``configure_optimizers``; see :class:`.torch_scheduler.ScheduledLR`."""
-        from lightning_ort.optim.lr_scheduler import ScheduledLR
-
+        """The same as a torch scheduler, a :class:`~lightning_ort.optim.lr_scheduler.ScheduledLR`, for
+        ``configure_optimizers``.
+        """
         return ScheduledLR(optimizer, self, last_epoch)
 
     def _step(self, train_step_info: TrainStepInfo) -> list[float]:
@@ -205,7 +205,7 @@ class ScheduledLR(LRScheduler):
 
     Args:
         optimizer: whose learning rates are set.
-        schedule: one of :mod:`lightning_ort.optim.lr_scheduler`.
+        schedule: one of ``lightning_ort.optim.lr_scheduler``.
         last_epoch: number of updates made so far, less one; -1 starts.
 
     Raises:

@@ -41,6 +41,10 @@ class _Binding:
 class OrtSession:
     """A session for one graph, run on tensors that are bound by address.
 
+    :meth:`run` is for whoever knows the shapes of the results. :meth:`run_again` repeats that on the same memory, for
+    updates; :meth:`repeat` gives it as a function, for steps of so small graphs that each call counts.
+    :meth:`run_unbound` is for results whose shapes depend on values.
+
     Args:
         inner: ONNX Runtime's own object.
         device: what computes; inputs and outputs live there or on the CPU.

@@ -69,7 +69,7 @@ class TrainerState:
             pytorch_format: give a flat dictionary of tensors for the module's ``load_state_dict``.
 
         Returns:
-            Copies: numpy arrays in nested dictionaries (``model/full_precision/<name>``,
+            Copies, numpy arrays in nested dictionaries (``model/full_precision/<name>``,
             ``optimizer/<name>/Moment_1`` ...), or tensors by name.
         """
         if pytorch_format and self._from_onnx:

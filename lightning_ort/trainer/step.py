@@ -132,7 +132,7 @@ class Step:
         try:
             with self._unharmed(training=training), torch.no_grad():
                 self._eager(None, *inputs)
-                raise _NothingWrong
+                raise _NothingWrong  # only an error has the buffers put back
         except _NothingWrong:
             return ""
         except Exception as error:

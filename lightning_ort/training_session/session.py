@@ -11,6 +11,7 @@ import onnxruntime
 import torch
 from onnx import TensorProto, helper
 
+from lightning_ort.checkpoints.names import SHARED
 from lightning_ort.compiler.aot.joint import GRAD
 from lightning_ort.errors import ProviderError
 from lightning_ort.onnx_reader import to_torch
@@ -21,12 +22,11 @@ from lightning_ort.runtime.memory import Packed
 from lightning_ort.runtime.providers import check_available
 from lightning_ort.runtime.providers.cpu import CPU
 from lightning_ort.runtime.tensors import ONNX, owning
-from lightning_ort.training_session.binding import TrainingBinding, as_feed, as_scalar
+from lightning_ort.training_session.binding import TrainingBinding, as_feed, as_scalar, as_tensor
 from lightning_ort.training_session.graph import TrainingGraph, save_graphs
 from lightning_ort.training_session.optimizer import WeightUpdate
 from lightning_ort.training_session.parameters import TrainingParameters, trained_weights
 from lightning_ort.training_session.signature import SessionInfo, signature_session
-from lightning_ort.training_session.state import SessionState
 from lightning_ort.validation import flag, shown
 
 __all__ = ["TrainingSession"]
@@ -35,7 +35,7 @@ ALL_FINITE = "all_finite"
 ACCUMULATED = "Group_Accumulated_Gradients"
 
 
-class TrainingSession(SessionInfo, SessionState):
+class TrainingSession(SessionInfo):
     """Trains the weights of a forward ONNX graph, on any ONNX Runtime.
 
     Each :meth:`run` computes the outputs, the gradients of the loss and, after every
@@ -248,6 +248,76 @@ class TrainingSession(SessionInfo, SessionState):
         if not isinstance(iobinding, TrainingBinding):
             raise TypeError("iobinding is not from io_binding() of a TrainingSession.")
         iobinding.store(self.run(list(iobinding.targets), iobinding.inputs, run_options))
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def get_state(self) -> dict[str, np.ndarray]:
+        """Weights, running statistics and optimizer states, flat: ``w``, ``Moment_1_w``, ``Update_Count_w``."""
+        state = dict(self.get_model_state()["full_precision"])
+        for weight, values in self.get_optimizer_state().items():
+            for name, array in values.items():
+                state[name if weight == SHARED else f"{name}_{weight}"] = array
+        return state
+
+    def load_state(self, state_dict: Mapping[str, Any], strict: bool = False) -> None:
+        """Take over a state from :meth:`get_state`.
+
+        Args:
+            state_dict: name to array.
+            strict: raise if a name is missing.
+
+        Raises:
+            ValueError: an unknown name (whether strict or not), a missing one, or a wrong shape or element type.
+                Nothing has been changed then.
+        """
+        own = self.get_state()
+        unknown, missing = sorted(set(state_dict) - set(own)), sorted(set(own) - set(state_dict))
+        if unknown or (strict and missing):
+            raise ValueError(
+                f"The state does not fit: unknown names {unknown}, missing names {missing if strict else []}."
+            )
+        tensors = self._weights | self._buffers
+        assignments: list[tuple[torch.Tensor, torch.Tensor]] = []
+        optimizer: dict[str, dict[str, Any]] = {}
+        flat = {
+            (name if weight == SHARED else f"{name}_{weight}"): (weight, name)
+            for weight, values in self.get_optimizer_state().items()
+            for name in values
+        }
+        for name, value in state_dict.items():
+            tensor = as_tensor(name, value)
+            if name in tensors:
+                target = tensors[name]
+                if tensor.shape != target.shape or tensor.dtype != target.dtype:
+                    raise ValueError(
+                        f"{name!r} is {tensor.dtype} of shape {tuple(tensor.shape)}; expected {target.dtype} of shape "
+                        f"{tuple(target.shape)}."
+                    )
+                assignments.append((target, tensor))
+            else:
+                weight, state = flat[name]
+                optimizer.setdefault(weight, {})[state] = tensor
+        checked = self._updates.check(optimizer) if self._updates is not None else []
+        for target, tensor in assignments:
+            target.copy_(tensor)
+        if self._updates is not None:
+            self._updates.assign(checked)
+
+    def get_model_state(self, include_mixed_precision_weights: bool = False) -> dict[str, dict[str, np.ndarray]]:
+        """``{"full_precision": {name: array}}`` of weights, trained or not, and running statistics, as copies.
+
+        Scalars that are not trained are constants of the graph and not among them.
+
+        There are no mixed-precision weights, so ``include_mixed_precision_weights`` adds an empty mapping.
+        """
+        state = {"full_precision": {n: t.numpy().copy() for n, t in (self._weights | self._buffers).items()}}
+        return state | ({"mixed_precision": {}} if include_mixed_precision_weights else {})
+
+    def get_optimizer_state(self) -> dict[str, dict[str, np.ndarray]]:
+        """Per weight ``Moment_1``, ``Moment_2`` and ``Update_Count`` (for LAMB one ``Step``), as copies."""
+        if self._updates is None:
+            return {}
+        return {w: {n: t.numpy().copy() for n, t in v.items()} for w, v in self._updates.state().items()}
 
     def get_partition_info_map(self) -> dict[str, dict[str, list[int]]]:
         """How weights are divided among processes: they are not, so it is empty."""

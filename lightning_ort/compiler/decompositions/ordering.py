@@ -1,47 +1,16 @@
-"""Extrema and medians of whole tensors, and what runs along a dimension; other medians are written as they are."""
+"""Medians, and what runs along a dimension."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_ort.compiler.decompositions.registry import composes, decomposes
+from lightning_ort.compiler.decompositions.registry import decomposes
 
 aten = torch.ops.aten
-
-
-class _Chosen(torch.autograd.Function):
-    """A number out of x by one of torch's functions, and its gradient for those entries that are it, by equal parts.
-
-    Torch's own tracing would multiply the gradient by a mask, which makes NaN of the others if it is NaN or infinite.
-    """
-
-    @staticmethod
-    def forward(context: Any, x: Tensor, choose: Callable[[Tensor], Tensor]) -> Tensor:
-        chosen = choose(x)
-        context.save_for_backward(x, chosen)
-        return chosen
-
-    @staticmethod
-    def backward(context: Any, grad: Tensor) -> Any:
-        x, chosen = context.saved_tensors
-        is_it = (x == chosen) | ((x != x) & (chosen != chosen))
-        return torch.where(is_it, grad / is_it.sum(), 0), None
-
-
-def _of_all(choose: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Any]:
-    def composed(x: Tensor) -> Any:
-        return _Chosen.apply(x, choose) if x.requires_grad and torch.is_grad_enabled() else NotImplemented
-
-    return composed
-
-
-for _choose in (aten.max.default, aten.min.default, aten.median.default, aten.nanmedian.default):
-    composes(_choose, native=True)(_of_all(_choose))
 
 
 def _has_nothing(x: Tensor) -> bool:

@@ -13,9 +13,9 @@ from lightning_ort.compiler.passes.training_kernels import TrainingKernelsPass
 __all__ = ["optimize", "save_memory", "standardize", "with_training_kernels"]
 
 _PASSES = Sequential(
-    RemoveUnusedNodesPass(),
-    CommonSubexpressionEliminationPass(),
-    RemoveUnusedInputsPass(),
+    RemoveUnusedNodesPass(),  # traces hold what only their own checks have read; fewer nodes are compared next
+    CommonSubexpressionEliminationPass(),  # decompositions write sizes, masks and casts anew at each use
+    RemoveUnusedInputsPass(),  # last, when nothing else is left out
 )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_ort.ondevice.formats.ort_training.optimizer import optimizer_of
 from lightning_ort.ondevice.onnxblock import Block, base, empty_base
-from lightning_ort.ondevice.onnxblock.blocks import without_values
+from lightning_ort.ondevice.onnxblock.model_accessor import without_values
 from lightning_ort.ondevice.onnxblock.training import as_names, with_outputs
 from lightning_ort.ondevice.optimizer_config import OptimizerConfig
 from lightning_ort.runtime.tensors import ONNX

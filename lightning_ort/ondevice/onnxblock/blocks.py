@@ -8,9 +8,16 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import helper
 
-from lightning_ort.ondevice.onnxblock.model_accessor import current
+from lightning_ort.ondevice.onnxblock.model_accessor import (
+    add_initializer,
+    add_input_like,
+    add_node,
+    current,
+    number,
+    without_values,
+)
 
 __all__ = [
     "Abs",
@@ -35,9 +42,6 @@ __all__ = [
     "Sigmoid",
     "Sub",
 ]
-
-_LARGE = 1 << 10
-"""Elements from which the values of an initializer are kept from the checker, which could not hold them all."""
 
 
 class Block(abc.ABC):
@@ -79,61 +83,6 @@ class Block(abc.ABC):
         del model.graph.value_info[:]
         model.graph.value_info.extend(inferred.graph.value_info)
         return model
-
-
-def without_values(model: onnx.ModelProto) -> onnx.ModelProto:
-    """``model`` with inputs in the place of large initializers."""
-    graph = onnx.GraphProto(name=model.graph.name or "graph")
-    for field in ("node", "input", "output", "value_info", "sparse_initializer", "quantization_annotation"):
-        getattr(graph, field).extend(getattr(model.graph, field))
-    given = {i.name for i in graph.input}
-    for initializer in model.graph.initializer:
-        if np.prod(initializer.dims, dtype=np.int64) < _LARGE:
-            graph.initializer.append(initializer)
-        elif initializer.name not in given:
-            graph.input.append(
-                helper.make_tensor_value_info(initializer.name, initializer.data_type, list(initializer.dims))
-            )
-    light = onnx.ModelProto(ir_version=model.ir_version, graph=graph, functions=model.functions)
-    light.opset_import.extend(model.opset_import)
-    return light
-
-
-def add_node(
-    op_type: str, inputs: Sequence[str], output: str | None = None, *, name: str | None = None, domain: str = "",
-    **attributes: Any,
-) -> str:  # fmt: skip
-    """Add a node with one result to the base model; the name of that.
-
-    Args:
-        output: what the name of the result is made of; by default the operator in lower case.
-        name: what the name of the node is made of; by default the operator.
-        attributes: ``None`` for those that are left out.
-    """
-    accessor = current()
-    if domain:
-        accessor.import_opset(domain)
-    result = accessor.new_name(output or f"{op_type.lower()}_output")
-    given = {k: v for k, v in attributes.items() if v is not None}
-    accessor.model.graph.node.append(
-        helper.make_node(
-            op_type, list(inputs), [result], name=accessor.new_name(name or op_type), domain=domain or None, **given
-        )
-    )
-    return result
-
-
-def add_initializer(token: str, values: np.ndarray) -> str:
-    """Add an initializer to the base model; its name."""
-    accessor = current()
-    name = accessor.new_name(token)
-    accessor.model.graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(values), name))
-    return name
-
-
-def number(token: str, value: float) -> str:
-    """Add a float32 initializer of shape [1] to the base model; its name."""
-    return add_initializer(token, np.array([value], np.float32))
 
 
 class _Operator(Block):
@@ -302,29 +251,6 @@ class InputLike(Block):
     def build(self, input_name: str | None = None) -> str:
         """The name of the input, by default a new one."""
         return add_input_like(self._like, input_name or current().new_name("input")).name
-
-
-def add_input_like(like: str, name: str) -> onnx.ValueInfoProto:
-    """Add an input called ``name`` to the base model, declared like the input or output ``like``.
-
-    Raises:
-        LookupError: there is none.
-    """
-    graph = current().model.graph
-    known = [v for v in (*graph.input, *graph.output) if v.name == like]
-    if not known:
-        names = ", ".join(v.name for v in (*graph.input, *graph.output))
-        raise LookupError(f"{like!r} is no input and no output of the model; it has {names}.")
-    added = graph.input.add()
-    added.CopyFrom(known[0])
-    added.name = name
-    return added
-
-
-def is_used(name: str) -> bool:
-    """Whether the base model has an input of that name, or a node that reads or gives such a value."""
-    graph = current().model.graph
-    return any(i.name == name for i in graph.input) or any(name in (*n.input, *n.output) for n in graph.node)
 
 
 class LabelEncoder(Block):

@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 
 from lightning_ort.ondevice.onnxblock import blocks
+from lightning_ort.ondevice.onnxblock.model_accessor import add_initializer, add_input_like, add_node, is_used, number
 
 __all__ = ["BCEWithLogitsLoss", "CrossEntropyLoss", "L1Loss", "MSELoss"]
 
@@ -44,8 +45,8 @@ class _Compared(blocks.Block):
             loss_input_name: an output of the model.
             target_name: a value of the model, or what a new input, like that output, is called.
         """
-        if not blocks.is_used(target_name):
-            blocks.add_input_like(loss_input_name, target_name)
+        if not is_used(target_name):
+            add_input_like(loss_input_name, target_name)
         return _reduce(self._reduction, self._each(loss_input_name, target_name))
 
     def _each(self, scores: str, target: str) -> str:
@@ -87,13 +88,13 @@ class BCEWithLogitsLoss(_Compared):
     def _each(self, scores: str, target: str) -> str:
         mul, sub, neg = blocks.Mul(), blocks.Sub(), blocks.Neg()
         # -log(sigmoid(x)) is softplus(-x), and -log(1 - sigmoid(x)) softplus(x)
-        positive = mul(target, blocks.add_node("Softplus", [neg(scores)]))
+        positive = mul(target, add_node("Softplus", [neg(scores)]))
         if self._pos_weight is not None:
-            positive = mul(positive, blocks.add_initializer("bceloss.pos_weight", self._pos_weight))
-        negative = mul(sub(blocks.number("bceloss.sub_ones", 1.0), target), blocks.add_node("Softplus", [scores]))
+            positive = mul(positive, add_initializer("bceloss.pos_weight", self._pos_weight))
+        negative = mul(sub(number("bceloss.sub_ones", 1.0), target), add_node("Softplus", [scores]))
         loss = blocks.Add()(positive, negative)
         if self._weight is not None:
-            loss = mul(blocks.add_initializer("bceloss.weight", self._weight), loss)
+            loss = mul(add_initializer("bceloss.weight", self._weight), loss)
         return loss
 
 
@@ -119,14 +120,14 @@ class CrossEntropyLoss(blocks.Block):
             scores_input_name: an output of the model.
             labels_name: an int64 value of the model, or what a new input for the labels is called.
         """
-        if not blocks.is_used(labels_name):
-            kind: Any = blocks.add_input_like(scores_input_name, labels_name).type.tensor_type
+        if not is_used(labels_name):
+            kind: Any = add_input_like(scores_input_name, labels_name).type.tensor_type
             kind.elem_type = onnx.TensorProto.INT64
             if len(kind.shape.dim) > 1:
                 del kind.shape.dim[1]
         inputs = [scores_input_name, labels_name]
         if self._weight is not None:
-            inputs.append(blocks.add_initializer("celoss.weight", self._weight))
-        return blocks.add_node(
+            inputs.append(add_initializer("celoss.weight", self._weight))
+        return add_node(
             "SoftmaxCrossEntropyLoss", inputs, "loss", reduction=self._reduction, ignore_index=self._ignore_index
         )

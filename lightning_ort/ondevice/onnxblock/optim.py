@@ -10,6 +10,7 @@ from onnx import helper
 
 from lightning_ort.ondevice.formats.ort_training.names import DOMAIN, OPTIMIZER_INPUTS
 from lightning_ort.ondevice.onnxblock import blocks
+from lightning_ort.ondevice.onnxblock.model_accessor import add_node
 from lightning_ort.ondevice.onnxblock.training import ForwardBlock
 
 __all__ = ["SGD", "AdamW", "ClipGradNorm"]
@@ -27,7 +28,7 @@ class ClipGradNorm(blocks.Block):
 
     def build(self, gradients_name: str) -> str:
         """The name of the clipped gradients, a sequence."""
-        result = blocks.add_node(
+        result = add_node(
             "InplaceClipGradNorm", [gradients_name], "clip_grad_norm_output", domain=DOMAIN, max_norm=self._max_norm
         )
         sequence = helper.make_tensor_sequence_value_info(result, onnx.TensorProto.FLOAT, None)
@@ -101,7 +102,7 @@ class AdamW(_Optimizer):
 
     def _update(self, rate: str, step: str, params: str, gradients: str) -> str:
         inputs = [rate, step, params, gradients, *self._moments]
-        return blocks.add_node("AdamWOptimizer", inputs, "adamw.updated_flag", domain=DOMAIN, **self._attributes)
+        return add_node("AdamWOptimizer", inputs, "adamw.updated_flag", domain=DOMAIN, **self._attributes)
 
 
 class SGD(_Optimizer):
@@ -114,4 +115,4 @@ class SGD(_Optimizer):
     _moments = ("first_order_moments",)
 
     def _update(self, rate: str, step: str, params: str, gradients: str) -> str:
-        return blocks.add_node("SGDOptimizerV2", [rate, params, gradients], "update_completed", domain=DOMAIN)
+        return add_node("SGDOptimizerV2", [rate, params, gradients], "update_completed", domain=DOMAIN)

@@ -1,7 +1,8 @@
-"""Products over dimensions, with the gradients of torch's own: quotients, unless there is a zero to divide by."""
+"""Products, extrema and medians, with the gradients of torch's own."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,10 @@ aten = torch.ops.aten
 
 
 class _Product(torch.autograd.Function):
-    """Chooses in the graph what torch decides by the data; its own tracing would take the way without quotients."""
+    """The gradient is a quotient, unless there is a zero to divide by.
+
+    Chooses in the graph what torch decides by the data; its own tracing would take the way without quotients.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
@@ -53,3 +57,33 @@ def prod_all(x: Tensor, *, dtype: torch.dtype | None = None) -> Any:
     if not (x.requires_grad and torch.is_grad_enabled()) or not all(isinstance(n, int) for n in x.shape):
         return NotImplemented
     return prod(x.reshape(-1), 0, dtype=dtype)
+
+
+class _Chosen(torch.autograd.Function):
+    """A number out of x by one of torch's functions, and its gradient for those entries that are it, by equal parts.
+
+    Torch's own tracing would multiply the gradient by a mask, which makes NaN of the others if it is NaN or infinite.
+    """
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, choose: Callable[[Tensor], Tensor]) -> Tensor:
+        chosen = choose(x)
+        context.save_for_backward(x, chosen)
+        return chosen
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> Any:
+        x, chosen = context.saved_tensors
+        is_it = (x == chosen) | ((x != x) & (chosen != chosen))
+        return torch.where(is_it, grad / is_it.sum(), 0), None
+
+
+def _of_all(choose: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Any]:
+    def composed(x: Tensor) -> Any:
+        return _Chosen.apply(x, choose) if x.requires_grad and torch.is_grad_enabled() else NotImplemented
+
+    return composed
+
+
+for _choose in (aten.max.default, aten.min.default, aten.median.default, aten.nanmedian.default):
+    composes(_choose, native=True)(_of_all(_choose))
