@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ort.checkpoints.lightning import RECORD, TRAINER_SCALER, first_names, weights_key
+from lightning_ort.checkpoints.lightning import RECORD, TRAINER_SCALER, first_names, unpack, weights_key
 from lightning_ort.checkpoints.names import find_prefix, from_moments, orttrainer_kind_of, to_moments, without_moments
 from lightning_ort.checkpoints.progress import Position, advance_schedulers, loops_at
 from lightning_ort.errors import CheckpointError
@@ -74,8 +74,7 @@ class Translation:
 
     def _rest(self, weights_only: bool | None) -> dict[str, Any]:
         """What was in the Lightning checkpoint that the ORTTrainer had gone on from."""
-        # these bring h5py, and a Lightning checkpoint needs none
-        from lightning_ort.checkpoints.lightning import unpack
+        # it brings h5py, and a Lightning checkpoint needs none
         from lightning_ort.checkpoints.orttrainer import LIGHTNING
 
         if LIGHTNING not in self._state:

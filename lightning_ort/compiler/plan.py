@@ -32,10 +32,12 @@ from lightning_ort.runtime.factory import SessionFactory
 from lightning_ort.runtime.session import OrtSession
 from lightning_ort.runtime.tensors import is_supported
 
-__all__ = ["Fallback", "Plan"]
+__all__ = ["Fallback", "Plan", "build_plan"]
 
 Slot = int
 Slots = dict[fx.Node, Slot]
+Step = Callable[[list[Any]], None]
+"""Computes one segment on the values in all slots."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,51 +50,90 @@ class Fallback:
     """the user's line, as far as it is known"""
 
 
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """Executable form of a functional graph.
 
-    Args:
-        graph: the ATen graph; calls that ONNX cannot express, or that this ONNX Runtime lacks, are found on the way.
-        inputs: its placeholders, in the order in which :meth:`run` takes their values.
-        outputs: nodes whose values :meth:`run` writes, without repetition.
-        sessions: makes them, for the device that computes; tensors live there or on the CPU.
-
     Attributes:
+        sessions: of its segments.
         fallbacks: what runs in torch because it has to, and why.
         preferred: operators that run in torch by choice, one entry per call.
         on_cpu: types of the ONNX operators that the CPU executes in a plan for a GPU, one entry per node.
     """
 
+    sessions: list[OrtSession]
+    fallbacks: list[Fallback]
+    preferred: list[str]
+    on_cpu: list[str]
+    _steps: list[Step]
+    _numbers: list[Callable[[Sequence[Any]], tuple[Any, ...]]]
+    _n_inner: int
+    _last_reads: list[list[Slot]]
+
+    def run(self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
+        """Compute ``outputs``, tensors like the results, from ``inputs``."""
+        values = [*inputs, *[evaluate(inputs)[0] for evaluate in self._numbers], *outputs]
+        if len(self._steps) == 1:
+            self._steps[0](values)
+            return
+        values += [None] * self._n_inner
+        for step, done in zip(self._steps, self._last_reads, strict=True):
+            step(values)
+            for slot in done:
+                values[slot] = None
+
+
+def build_plan(
+    module: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node], sessions: SessionFactory
+) -> Plan:
+    """Cut a graph into segments and compile them.
+
+    Args:
+        module: the ATen graph; calls that ONNX cannot express, or that this ONNX Runtime lacks, are found on the way.
+        inputs: its placeholders, in the order in which :meth:`Plan.run` takes their values.
+        outputs: nodes whose values :meth:`Plan.run` writes, without repetition.
+        sessions: makes them, for the device that computes; tensors live there or on the CPU.
+
+    Raises:
+        Untraceable: neither ONNX Runtime nor torch can compute a node.
+    """
+    return _Planner(module, inputs, outputs, sessions).plan()
+
+
+class _Planner:
+    """Places a graph. Plans refer to none: the graph with its fake tensors is as large as a small network's weights."""
+
     def __init__(
-        self,
-        module: fx.GraphModule,
-        inputs: Sequence[fx.Node],
-        outputs: Sequence[fx.Node],
-        sessions: SessionFactory,
+        self, module: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node], sessions: SessionFactory
     ) -> None:
         self._module, self._inputs, self._outputs = module, list(inputs), list(outputs)
-        self._sessions = sessions
+        self._factory = sessions
         self._sizes = Sizes(self._inputs)
         self._reasons: dict[fx.Node, str] = {}
         self._numbers: list[Callable[[Sequence[Any]], tuple[Any, ...]]] = []
-        self.sessions: list[OrtSession] = []
-        self.on_cpu: list[str] = []
+        self._sessions: list[OrtSession] = []
+        self._on_cpu: list[str] = []
         self._preferred = better_in_torch(module.graph, sessions)
-        self._place()
-        self.preferred = [str(n.target) for n in self._preferred if not is_of_nothing(n)]
-        self.fallbacks = [Fallback(str(n.target), reason, source_line(n)) for n, reason in self._reasons.items()]
-        # the graph with its fake tensors is as large in memory as the weights of a small network
-        del self._module, self._inputs, self._outputs, self._reasons, self._preferred
 
-    def _place(self) -> None:
+    def plan(self) -> Plan:
         """Cut into segments and compile them, moving what turns out not to work in ONNX Runtime to torch."""
         while True:
             segments = Placement(self._module.graph, self._outputs, self._reasons.keys() | self._preferred).segments()
             try:
-                self._steps = self._compile(segments)
-                return
+                steps, n_inner, last_reads = self._compile(segments)
+                break
             except _Rejected as rejected:
                 self._take_out(rejected)
+        return Plan(
+            self._sessions,
+            [Fallback(str(n.target), reason, source_line(n)) for n, reason in self._reasons.items()],
+            [str(n.target) for n in self._preferred if not is_of_nothing(n)],
+            self._on_cpu,
+            steps,
+            self._numbers,
+            n_inner,
+            last_reads,
+        )
 
     def _take_out(self, rejected: _Rejected) -> None:
         """Have a node computed elsewhere; each rejection takes one more out of ONNX Runtime, or ends the compilation.
@@ -125,24 +166,21 @@ class Plan:
         self._inputs.append(ahead)
         self._numbers.append(evaluator)
 
-    # -- compilation ----------------------------------------------------------------------------------------------
-
-    def _compile(self, segments: list[Segment]) -> list[Callable[[list[Any]], None]]:
-        inputs, self.on_cpu = len(self._inputs), []
+    def _compile(self, segments: list[Segment]) -> tuple[list[Step], int, list[list[Slot]]]:
+        """One step per segment, how many values pass between them, and which are done with after each."""
+        inputs, self._sessions, self._on_cpu = len(self._inputs), [], []
         # a result that is an input as it stands is copied: it is read from one slot and written to another
         writes: dict[fx.Node, Slot] = {n: inputs + i for i, n in enumerate(self._outputs)}
         for segment in segments:
             for node in segment.outputs:
                 writes.setdefault(node, inputs + len(writes))
         reads = writes | {n: i for i, n in enumerate(self._inputs)}
-        self._n_inner = len(writes) - len(self._outputs)
         steps = []
         for segment in segments:
             # one without results is an assertion about what torch computed
             build = self._torch_step if segment.in_torch or not segment.outputs else self._ort_step
             steps.append(build(segment, reads, writes))
-        self._last_reads = self._find_last_reads(segments, reads)
-        return steps
+        return steps, len(writes) - len(self._outputs), self._find_last_reads(segments, reads)
 
     def _find_last_reads(self, segments: list[Segment], reads: Slots) -> list[list[Slot]]:
         """Per segment the inner slots that no later one reads."""
@@ -150,7 +188,7 @@ class Plan:
         last = {reads[n]: k for k, segment in enumerate(segments) for n in segment.inputs if reads[n] >= kept}
         return [[slot for slot, at in last.items() if at == k] for k in range(len(segments))]
 
-    def _torch_step(self, segment: Segment, slots: Slots, written: Slots) -> Callable[[list[Any]], None]:
+    def _torch_step(self, segment: Segment, slots: Slots, written: Slots) -> Step:
         graph = fx.Graph()
         copies = {n: graph.placeholder(n.name) for n in segment.inputs}
         for node in segment.nodes:
@@ -172,7 +210,7 @@ class Plan:
 
         return step
 
-    def _ort_step(self, segment: Segment, slots: Slots, written: Slots) -> Callable[[list[Any]], None]:
+    def _ort_step(self, segment: Segment, slots: Slots, written: Slots) -> Step:
         session, inputs = self._session(segment)
         reads, writes = [slots[n] for n in inputs], [written[n] for n in segment.outputs]
         numbers = {slots[n]: dtype_of(n) for n in inputs if is_number(n)}
@@ -181,7 +219,7 @@ class Plan:
         if not inner and not numbers:
             pick_reads, pick_writes = _picker(reads), _picker(writes)
             return lambda values: session.run(pick_reads(values), pick_writes(values))
-        allocate, inner_slots = allocator(inner, self._sizes, self._sessions.device), [written[n] for n in inner]
+        allocate, inner_slots = allocator(inner, self._sizes, self._factory.device), [written[n] for n in inner]
         n_inputs = len(self._inputs)
 
         def step(values: list[Any]) -> None:
@@ -222,7 +260,7 @@ class Plan:
         live = {v.name for v in model.graph.inputs}
         inputs = [n for n in inputs if n.name in live]
         try:
-            session = self._sessions.session(
+            session = self._factory.session(
                 ir.to_proto(model).SerializeToString(),
                 double=any(t.dtype == torch.float64 for n in segment.nodes for t in _tensors(n)),
                 small=operations(segment.nodes) < SMALL,
@@ -237,21 +275,9 @@ class Plan:
             if node is None:
                 raise
             raise _Rejected(_owner(node), _first_line(str(error))) from error
-        self.sessions.append(session)
-        self.on_cpu += session.on_cpu or ()
+        self._sessions.append(session)
+        self._on_cpu += session.on_cpu or ()
         return session, inputs
-
-    def run(self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
-        """Compute ``outputs`` (from :attr:`allocate`, or tensors like them) from ``inputs``."""
-        values = [*inputs, *[evaluate(inputs)[0] for evaluate in self._numbers], *outputs]
-        if len(self._steps) == 1:
-            self._steps[0](values)
-            return
-        values += [None] * self._n_inner
-        for step, done in zip(self._steps, self._last_reads, strict=True):
-            step(values)
-            for slot in done:
-                values[slot] = None
 
 
 def _picker(slots: Sequence[Slot]) -> Callable[[list[Any]], Sequence[Any]]:

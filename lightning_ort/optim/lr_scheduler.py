@@ -8,19 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_ort.optim.config import _OptimizerConfig
+from lightning_ort.optim.step_info import TrainStepInfo
 from lightning_ort.validation import is_whole, number, shown
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import LRScheduler
-
-    from lightning_ort.optim.step_info import TrainStepInfo
 
 __all__ = [
     "ConstantWarmupLRScheduler",
@@ -218,8 +213,6 @@ class ScheduledLR(LRScheduler):
 
     def get_lr(self) -> list[float]:  # type: ignore[override]
         """Learning rate per group, after ``last_epoch`` updates."""
-        from lightning_ort.optim.step_info import TrainStepInfo
-
         rates = []
         for base in self.base_lrs:
             config = _OptimizerConfig("SGDOptimizer", [], {"lr": float(base)})

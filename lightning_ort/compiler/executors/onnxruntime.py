@@ -11,7 +11,7 @@ from torch import fx
 from lightning_ort.compiler.allocation import allocator, kept_buffers, pooled_allocator
 from lightning_ort.compiler.executors.executable import Executable, Results
 from lightning_ort.compiler.mixed_precision import CONVOLUTIONS, PRODUCTS, Widening, half_types
-from lightning_ort.compiler.plan import Plan
+from lightning_ort.compiler.plan import build_plan
 from lightning_ort.compiler.random import drawer
 from lightning_ort.compiler.trace import Traced
 from lightning_ort.runtime.factory import SessionFactory
@@ -49,7 +49,7 @@ class ORTExecutable(Executable):
         self._kept = {} if self._sessions.is_watched else kept_buffers(others, device)
         self._allocate = allocator([n for i, n in enumerate(others) if i not in self._kept], sizes, device)
         self._allocate_gradients = pooled_allocator(own, device) or allocator(own, sizes, device)
-        self.plan = Plan(traced.module, results.inputs, results.all, self._sessions)
+        self.plan = build_plan(traced.module, results.inputs, results.all, self._sessions)
         self._draw = drawer(traced.draws, sizes, device)
         self.fallbacks, self.preferred, self.on_cpu = self.plan.fallbacks, self.plan.preferred, self.plan.on_cpu
 
