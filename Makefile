@@ -5,13 +5,13 @@
 #              CPU build is taken from PyTorch's own index; where pip knows a folder of wheels, that decides
 # PYTEST       options for pytest in `make test`
 # SECONDS      how long `make fuzz` goes on, per tester and build
-# BENCH        options for the benchmarks in `make bench`
+# BENCH        options for the benchmarks in `make bench`; without --save, docs stay as they are
 # NETWORKS     how many random networks `make networks` checks
 PYTHON ?= python3
 TORCH_INDEX ?= $(if $(PIP_FIND_LINKS),,--extra-index-url https://download.pytorch.org/whl/cpu)
 PYTEST ?=
 SECONDS ?= 600
-BENCH ?=
+BENCH ?= --save
 NETWORKS ?= 1000
 
 CPU := .venv-cpu
@@ -36,7 +36,7 @@ help:
 	@echo "make lint    check format, lint and types"
 	@echo "make format  format the code and mend what lint can mend"
 	@echo "make docs    set up $(DOCS) and build the documentation into build/docs"
-	@echo "make bench   run the benchmarks in $(STOCK)"
+	@echo "make bench   run the benchmarks in $(STOCK) and write their tables and pictures into docs/ (half an hour)"
 	@echo "make clean   remove caches; make clean-environments removes both environments"
 
 demo: $(CPU)/$(STAMP)
@@ -74,8 +74,13 @@ format: $(STOCK)/$(STAMP)
 docs: $(DOCS)/$(STAMP)
 	$(DOCS)/bin/python -m sphinx --fail-on-warning --keep-going -q -b html docs build/docs
 
-bench: $(STOCK)/$(STAMP)
+bench: $(STOCK)/.bench-installed
 	$(STOCK)/bin/python -m benchmarks $(BENCH)
+	$(STOCK)/bin/python -m benchmarks.page
+
+$(STOCK)/.bench-installed: requirements/bench.txt $(STOCK)/$(STAMP)
+	@$(STOCK)/bin/python -m pip install $(PIP_OPTIONS) -r $<
+	@touch $@
 
 environments: $(CPU)/$(STAMP) $(STOCK)/$(STAMP)
 

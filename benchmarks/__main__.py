@@ -1,10 +1,9 @@
-"""``python -m benchmarks``: step time, compile time and memory of the strategies, model by model."""
+"""``python -m benchmarks``: steps, compile time, memory and whole projects under the strategies, side by side."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import json
 import sys
 from collections.abc import Sequence
@@ -13,69 +12,89 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.machine import describe_machine, installed_versions
-from benchmarks.measure import STRATEGIES, Settings, measure
+from benchmarks.everyday import PROJECTS
 from benchmarks.models import MODELS
-from benchmarks.process import build_inductor_headers
-from benchmarks.table import print_table
+from benchmarks.page import path_of
+from benchmarks.parts import LAYERS, PARTS, STRATEGIES, columns_of, rows_of, run_part
+from lightning_ort.bench.contestants import STRATEGIES as KNOWN
+from lightning_ort.bench.measure import Settings
+from lightning_ort.bench.process import build_inductor_headers
+from lightning_ort.bench.table import print_table
 
-_RESULTS = Path(__file__).parent / "results"
+_PRECISIONS = {"models": ["32-true", "bf16-mixed"], "growth": ["32-true"], "everyday": ["32-true"]}
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure, print the table, write the file if asked to; returns what is written."""
+def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Measure, print the tables, write the files if asked to; returns the reports."""
     options = _parser().parse_args(arguments)
+    if options.save and _is_part_of_a_part(options):
+        _parser().error("--save keeps whole parts, as the documentation shows them: use --output FOLDER")
     settings = Settings.quick(options.threads) if options.quick else Settings(threads=options.threads)
-    settings = dataclasses.replace(settings, precision=options.precision)
-    if options.rounds:
-        settings = dataclasses.replace(settings, rounds=options.rounds)
+    rounds = options.rounds or (settings.rounds if options.quick else None)
     # what is not a terminal counts as 80 columns wide, too few for the table
-    console = Console(width=max(110, Console().width))
-    started = datetime.datetime.now()
-    report: dict[str, Any] = {
-        "date": started.date().isoformat(),
-        "machine": describe_machine(),
-        "versions": installed_versions(),
-        "settings": {**dataclasses.asdict(settings), "strategies": options.strategies},
-        "results": [],
-    }
+    console = Console(width=max(120, Console().width))
     if "compile" in options.strategies:
         build_inductor_headers()
-    for model in options.models:
-        # a moving indicator would cost the time of the cores that are measured
-        console.print(f"{model}: {MODELS[model]}", highlight=False)
-        report["results"] += measure(model, options.strategies, settings)
-    print_table(report, console)
-    if options.output is not None:
-        path: Path = options.output
-        if path.suffix != ".json":
-            path /= f"{started:%Y-%m-%d-%H%M}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=1) + "\n")
-        console.print(f"Wrote {path}", highlight=False)
-    return report
+    reports = []
+    for part in options.only:
+        for precision in options.precision or _PRECISIONS[part]:
+            report = run_part(
+                part,
+                precision,
+                options.strategies,
+                # deep networks are compiled for long, and their steps are long
+                dataclasses.replace(settings, rounds=rounds or (4 if part == "growth" else 6)),
+                models=options.models,
+                layers=options.layers,
+                projects=options.projects,
+                seconds=0.1 if options.quick else options.seconds,
+                # a moving indicator would cost the time of the cores that are measured
+                say=lambda text: console.print(text, markup=False, highlight=False),
+            )
+            print_table(columns_of(part), rows_of(report), report, console)
+            reports.append(report)
+            folder = None if options.save else options.output
+            if folder is not None or options.save:
+                path = path_of(report) if folder is None else folder / path_of(report).name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(report, indent=1) + "\n")
+                console.print(f"Wrote {path}", highlight=False)
+    return reports
+
+
+def _is_part_of_a_part(options: argparse.Namespace) -> bool:
+    chosen = (options.models, options.layers, options.projects, options.strategies)
+    whole = (list(MODELS), list(LAYERS), list(PROJECTS), list(STRATEGIES))
+    return options.quick or chosen != whole
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+
+    def add(name: str, choices: Any, text: str) -> None:
+        kind = type(next(iter(choices)))
+        parser.add_argument(name, nargs="+", type=kind, choices=choices, default=list(choices), metavar="X", help=text)
+
+    add("--only", PARTS, "; ".join(f"{name}: {text}" for name, text in PARTS.items()))
+    add("--models", MODELS, f"of part models: {', '.join(MODELS)}")
+    parser.add_argument("--layers", nargs="+", type=int, default=list(LAYERS), metavar="N", help="of part growth")
+    add("--projects", PROJECTS, f"of part everyday: {', '.join(PROJECTS)}")
     parser.add_argument(
-        "--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL", help=", ".join(MODELS)
+        "--strategies", nargs="+", choices=KNOWN, default=list(STRATEGIES), metavar="X", help=", ".join(KNOWN)
     )
-    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES), help="default: all")
-    parser.add_argument("--rounds", type=int, help="turns of each strategy (default: 8)")
+    parser.add_argument("--rounds", type=int, help="turns of each strategy (default: 6, growth 4)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of a project's fit with auto (default: 20)")
     parser.add_argument("--threads", type=int, help="threads of torch and ONNX Runtime (default: torch's choice)")
-    parser.add_argument("--precision", default="32-true", help="of the Trainer, such as bf16-mixed (default: 32-true)")
+    parser.add_argument(
+        "--precision", nargs="+", metavar="X", help="of the Trainer (default: 32-true, for models also bf16-mixed)"
+    )
     parser.add_argument("--quick", action="store_true", help="a few steps, to see that it works; figures mean nothing")
     parser.add_argument(
-        "--output",
-        type=Path,
-        nargs="?",
-        const=_RESULTS,
-        metavar="PATH",
-        help="write JSON: to this .json file, or to a file named after the date in this folder (benchmarks/results)",
+        "--save", action="store_true", help="write benchmarks/results/, of which `python -m benchmarks.page` makes docs"
     )
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="write files of the same names to another folder")
     return parser
 
 
 if __name__ == "__main__":
-    sys.exit(any("error" in result for result in main()["results"]))
+    sys.exit(any("error" in result for report in main() for result in report["results"]))

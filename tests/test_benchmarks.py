@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 
 import pytest
 from ondevice_wheel import WHEEL
+from torch.utils.data import DataLoader
 
+from benchmarks import page
 from benchmarks.__main__ import main
-from benchmarks.measure import Settings, measure
+from benchmarks.everyday import PROJECTS
+from benchmarks.everyday import load as load_project
 from benchmarks.models import MODELS, load
 from benchmarks.ondevice import main as ondevice
 from benchmarks.overhead import measure_overhead
-from benchmarks.table import markdown
+from benchmarks.panels import digest, panels_of
+from benchmarks.parts import columns_of, rows_of, run_part
+from benchmarks.project import run
+from benchmarks.projects import of_a_minute
 from benchmarks.training_session import main as training_session
+from lightning_ort.bench.measure import Settings
 
 
 @pytest.mark.stock_only
 @pytest.mark.slow
 def test_command_measures_each_strategy_in_turns(tmp_path, capsys):
-    path = tmp_path / "results.json"
-    report = main(["--models", "rl", "--strategies", "auto", "ort", "--quick", "--threads", "1", "--output", str(path)])
+    options = ["--only", "models", "--models", "rl", "--strategies", "auto", "ort", "--precision", "32-true"]
+    (report,) = main([*options, "--quick", "--threads", "1", "--output", str(tmp_path)])
 
-    assert json.loads(path.read_text()) == report
+    (path,) = tmp_path.iterdir()
+    assert json.loads(path.read_text()) == report and path.name == page.path_of(report).name
+    assert report["part"] == "models"
     assert {"cpu", "cores", "memory_gb"} <= set(report["machine"])
     assert {"python", "torch", "lightning"} <= set(report["versions"])
     assert any(name.startswith("onnxruntime") for name in report["versions"])
@@ -37,6 +48,7 @@ def test_command_measures_each_strategy_in_turns(tmp_path, capsys):
         assert result["threads"] == 1
         # torch alone is larger than 100 MB
         assert 100 < result["peak_mb"] < 4000
+        assert 0 < result["above_start_mb"] < result["peak_mb"]
     auto, ort = report["results"]
     assert auto["speed"] == {"median": 1, "least": 1, "most": 1}
     assert auto["compiler"] == {}
@@ -49,37 +61,105 @@ def test_command_measures_each_strategy_in_turns(tmp_path, capsys):
 @pytest.mark.stock_only
 @pytest.mark.slow
 def test_failure_of_a_child_is_a_result():
-    (result,) = measure("no_such_model", ["auto"], Settings.quick())
+    report = run_part("growth", "32-true", ["auto"], Settings.quick(), layers=["no number"])
+    (result,) = report["results"]
     assert result["strategy"] == "auto"
-    assert "No module named 'benchmarks.models.no_such_model'" in result["error"]
+    assert "TypeError" in result["error"]
+    assert rows_of(report) == [("no number layers", "auto", "failed", *[""] * 6)]
 
 
-def test_markdown_shows_ratios_and_failures():
-    auto = {"step_ms": 0.5, "compile_s": 0.0, "peak_mb": 400.0, "threads": 2, "compiler": {}}
-    auto["speed"] = {"median": 1.0, "least": 1.0, "most": 1.0}
-    ort = {"step_ms": 0.4, "compile_s": 1.5, "peak_mb": 440.0, "threads": 2}
-    ort["speed"] = {"median": 1.25, "least": 1.2, "most": 1.3}
-    ort["compiler"] = {"graphs": 2, "graphs_in_torch": 1, "graph_breaks": ["print"], "in_torch": []}
-    report = {
-        "date": "2030-01-01",
-        "machine": {"cpu": "Abacus", "cores": 2, "memory_gb": 8.0, "load_average": 0.0},
-        "versions": {"torch": "2.13.0"},
-        "settings": {"strategies": ["auto", "ort"]},
-        "results": [
-            {"model": "rl", "strategy": "auto", **auto},
-            {"model": "rl", "strategy": "ort", **ort},
-            {"model": "mlp", "strategy": "ort", "error": "exit status 1"},
-        ],
-    }
-    assert markdown(report).splitlines() == [
-        "Abacus, 2 cores, 2 threads, 8.0 GB; load at the start 0.0; torch 2.13.0; 32-true; 2030-01-01",
-        "",
-        "| model | strategy | step | speed | range | compile | peak memory | graphs | breaks | fallbacks |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-        "| rl | auto | 0.5 ms | 1.00x | 1.00-1.00 | 0.0 s | 400 MB (1.00x) |  |  |  |",
-        "|  | ort | 0.4 ms | 1.25x | 1.20-1.30 | 1.5 s | 440 MB (1.10x) | 2 (1 in torch) | 1 | 0 |",
-        "| mlp | ort | failed |  |  |  |  |  |  |  |",
+def test_what_is_saved_is_a_whole_part(capsys):
+    with pytest.raises(SystemExit):
+        main(["--only", "models", "--models", "rl", "--save"])
+    assert "--save keeps whole parts" in capsys.readouterr().err
+
+
+def test_page_and_pictures_show_the_saved_results():
+    reports = page.saved_reports()
+    assert reports
+    text = page.PAGE.read_text(encoding="utf-8")
+    assert page.with_results(text, page.rendered(reports)) == text, "python -m benchmarks.page"
+    assert {page.picture_of(r).name for r in reports} == {p.name for p in page.PICTURES.iterdir()}
+    for report in reports:
+        assert digest(panels_of(report)) in page.picture_of(report).read_text(encoding="utf-8")
+        assert report["machine"]["cpu"] in text
+
+
+def test_page_without_a_place_for_results():
+    with pytest.raises(ValueError, match="no lines"):
+        page.with_results("# Benchmarks", "none")
+
+
+def test_growth_is_drawn_by_layers():
+    auto = {"strategy": "auto", "peak_mb": 500.0, "above_start_mb": 100.0, "threads": 2, "compiler": {}}
+    auto |= {"speed": {"median": 1.0, "least": 1.0, "most": 1.0}}
+    results = [
+        {**auto, "model": f"{n} layers", "layers": n, "step_ms": 10.0 * n, "compile_s": 0.5 * n} for n in (4, 12)
     ]
+    report = {"part": "growth", "results": results}
+    assert rows_of(report)[1] == (
+        "12 layers",
+        "auto",
+        "120 ms",
+        "1.00x",
+        "1.00-1.00",
+        "6.0 s",
+        "",
+        "500 MB (1.00x)",
+        "100 MB",
+    )
+    assert len(columns_of("growth")) == 9
+    step, compiling, memory = panels_of(report)
+    assert step.labels == ["4", "12"] and step.series == {"auto": [40.0, 120.0]}
+    assert compiling.series == {"auto": [2.0, 6.0]} and memory.series == {"auto": [100.0, 100.0]}
+
+
+def test_projects_are_compared_as_scripts_of_a_minute():
+    auto = {"model": "gan", "strategy": "auto", "run": "cold", "script_s": 24.0, "fit_s": 20.0, "epoch_s": [2.0, 2.0]}
+    auto |= {"cpu_s": 40.0, "val_loss": 0.5, "peak_mb": 500.0, "threads": 2, "compiler": {}}
+    cold = {**auto, "strategy": "ort", "script_s": 32.0, "epoch_s": [12.0, 1.0, 1.0]}
+    cold["compiler"] = {"compile_seconds": 11.0, "graphs": 3}
+    assert of_a_minute(auto, auto) == 1.0
+    # twenty further epochs
+    assert of_a_minute(cold, auto) == (32.0 + 20 * 1.0) / (24.0 + 20 * 2.0)
+    assert of_a_minute(cold, {**auto, "fit_s": 70.0}) == 32.0 / 24.0
+    failed = {"model": "gan", "strategy": "compile", "run": "cold", "error": "exit status 1"}
+    report = {"part": "everyday", "results": [auto, failed, cold]}
+    assert rows_of(report) == [
+        ("gan", "auto", "24.0 s", "1.00", "1.00", "40.0 s", "", "", "500 MB", "0.500"),
+        ("", "compile, cold", "failed", *[""] * 7),
+        ("", "ort, cold", "32.0 s", "1.33", "0.81", "40.0 s", "11.0 s", "3", "500 MB", "0.500"),
+    ]
+    ratios, seconds = panels_of(report)
+    assert ratios.series == {"ort, cold": [0.812]} and seconds.series == {"ort, cold": [11.0]}
+
+
+@pytest.mark.stock_only
+@pytest.mark.slow
+def test_a_project_runs_twice_with_each_strategy():
+    report = run_part("everyday", "32-true", ["ort"], Settings.quick(1), projects=["tabular"], seconds=0.0)
+    auto, cold, warm = report["results"]
+    assert [r["run"] for r in (auto, cold, warm)] == ["cold", "cold", "warm"]
+    for result in (auto, cold, warm):
+        assert "error" not in result, result
+        assert result["epochs"] == len(result["epoch_s"]) == 1
+        assert 0 < result["fit_s"] < result["script_s"]
+        assert result["val_loss"] == pytest.approx(auto["val_loss"], rel=1e-3)
+    assert cold["compiler"]["graphs"] >= 3 and cold["compiler"]["compile_seconds"] > 0
+
+
+@pytest.mark.stock_only
+@pytest.mark.parametrize("name", PROJECTS)
+def test_every_project_trains(name, monkeypatch):
+    definition = load_project(name)
+    monkeypatch.setattr(definition, "BATCH", 4)
+    data = definition.make_data()
+    for loader in ("train_dataloader", "val_dataloader", "predict_dataloader"):
+        batches = list(itertools.islice(getattr(data, loader)(), 2))
+        monkeypatch.setattr(data, loader, lambda batches=batches: DataLoader(batches, batch_size=None))
+    monkeypatch.setattr(definition, "make_data", lambda: data)
+    result = run(name, "auto", epochs=1)
+    assert result["batches"] == 2 and result["epochs"] == 1 and math.isfinite(result["val_loss"])
 
 
 def test_every_model_has_a_file():

@@ -28,7 +28,7 @@ FLOORS = [
     {"trainer", "training_session"},
     {"ondevice"},
     {"lightning", "ort_trainer", "artifacts", "experimental"},
-    {"checkpoint"},
+    {"checkpoint", "bench"},
     {"cli"},
     {"__main__"},
 ]

@@ -44,15 +44,17 @@ class Block(nn.Module):
 class GPT(LightningModule):
     """3.4 million parameters."""
 
-    def __init__(self, lr: float = 3e-4, dropout: float = 0.1) -> None:
+    def __init__(
+        self, lr: float = 3e-4, dropout: float = 0.1, width: int = WIDTH, layers: int = LAYERS, heads: int = HEADS
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.positions = nn.Embedding(LENGTH, WIDTH)
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Embedding(LENGTH, width)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(WIDTH, HEADS, dropout) for _ in range(LAYERS))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.apply(self._initialize)
         self.head.weight = self.tokens.weight
 

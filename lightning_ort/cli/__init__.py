@@ -25,14 +25,15 @@ def __getattr__(name: str) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """``lightning-ort fit|validate|test|predict|examine|doctor|cache ...``.
+    """``lightning-ort fit|validate|test|predict|examine|bench|doctor|cache ...``.
 
     Args:
         arguments: of the command; by default those of the process.
 
     Returns:
         The exit status, 0 if done; for ``examine``, all steps run in ONNX Runtime; for ``doctor``, nothing is wrong.
-        It is 1 if ``examine`` or ``doctor`` has found something, 2 if the command could not be executed.
+        It is 1 if ``examine`` or ``doctor`` has found something or a strategy has failed in ``bench``, 2 if the command
+        could not be executed.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["doctor"]:

@@ -1,18 +1,25 @@
-"""LightningCLI with this package's strategy, callbacks and plug-ins, and with ``examine``."""
+"""LightningCLI with this package's strategy, callbacks and plug-ins, and with ``examine`` and ``bench``."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import sys
 import tempfile
 import traceback
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 # classes that a configuration can name without their modules
 import lightning_ort
+from lightning_ort.bench.child import Child
+from lightning_ort.bench.contestants import STRATEGIES
+from lightning_ort.bench.measure import Settings
+from lightning_ort.cli.bench import bench, bench_flags, train_in_turns
 from lightning_ort.export import ORTExport  # noqa: F401
 from lightning_ort.lightning.examine import examination_flags, examine_in, load_weights
 
@@ -25,7 +32,7 @@ _EPILOG = (
 
 
 class _Trainer(Trainer):
-    """A Trainer with what ``lightning-ort examine`` calls; files for ``fit`` are files for ``examine``."""
+    """A Trainer with what ``examine`` and ``bench`` call; files for ``fit`` are files for them."""
 
     def examine(
         self,
@@ -53,19 +60,56 @@ class _Trainer(Trainer):
         print(examination)
         return examination.all_in_ort
 
+    def bench(
+        self,
+        model: LightningModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: LightningDataModule | None = None,
+        ckpt_path: str | None = None,
+        weights_only: bool | None = None,
+        rounds: int = 6,
+        seconds: float = 0.5,
+        steps: int = 4,
+        warmup_steps: int = 12,
+        threads: int | None = None,
+        strategies: list[Literal["auto", "compile", "ort", "ort+inductor"]] | None = None,
+    ) -> None:
+        """Train with each strategy in turns, and say which one to use and from which step on it pays; writes nothing.
+
+        Args:
+            model: trained.
+            train_dataloaders: not from a command line.
+            val_dataloaders: not from a command line.
+            datamodule: where batches come from, if not from the model.
+            ckpt_path: Path of a checkpoint, whose weights the model gets before.
+            weights_only: Load nothing from the checkpoint but tensors and plain Python.
+            rounds: Turns of each strategy that count.
+            seconds: Least duration of a turn.
+            steps: Least number of steps in a turn, 2 or more.
+            warmup_steps: Steps of the first turn, in which graphs are compiled.
+            threads: Of torch and ONNX Runtime (default: torch's choice).
+            strategies: Which are compared with auto (default: all; compile and ort+inductor need a C++ compiler).
+        """
+        raise NotImplementedError("a command of several processes: ORTCLI.bench")
+
 
 class ORTCLI(LightningCLI):
-    """``LightningCLI`` whose default strategy is ``"ort"``, with the subcommand ``examine``.
+    """``LightningCLI`` whose default strategy is ``"ort"``, with the subcommands ``examine`` and ``bench``.
 
     Arguments are those of ``lightning.pytorch.cli.LightningCLI``.
 
     Attributes:
-        status: exit status of the subcommand: 1 where ``examine`` found something that does not run in ONNX Runtime, 2
-            where a step failed in it, else 0.
+        status: exit status of the subcommand: 1 where ``examine`` found something that does not run in ONNX Runtime, or
+            a strategy failed in ``bench``; 2 where a step failed in ``examine``, or ``auto`` in ``bench``; else 0.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.status = 0
+        # before anything is printed
+        self._child = Child.of_this_process()
+        self._folder = contextlib.ExitStack()
+        self._args = kwargs.get("args")
         kwargs.setdefault("trainer_class", _Trainer)
         kwargs["trainer_defaults"] = {"strategy": "ort", **(kwargs.get("trainer_defaults") or {})}
         kwargs["parser_kwargs"] = {
@@ -78,24 +122,38 @@ class ORTCLI(LightningCLI):
     @override
     def subcommands() -> dict[str, set[str]]:
         found = LightningCLI.subcommands()
-        return {**found, "examine": found["fit"]}
+        return {**found, "examine": found["fit"], "bench": found["fit"]}
 
     @override
     def before_instantiate_classes(self) -> None:
-        if self.subcommand == "examine":
+        if self.subcommand in ("examine", "bench"):
             # some loggers open a connection as soon as they are made
             for name, value in (("logger", False), ("callbacks", None), ("profiler", None)):
-                self.config["examine"]["trainer"][name] = value
+                self.config[self.subcommand]["trainer"][name] = value
+
+    @override
+    def instantiate_classes(self) -> None:
+        if self.subcommand == "bench" and self._child is None:
+            # whose children train; none of the memory and threads of this process are to be theirs
+            self.config_init, self.model, self.datamodule = self.config, None, None
+            # LightningCLI looks up there what it calls in vain of this class
+            self.trainer = self.trainer_class  # type: ignore[assignment]
+        else:
+            super().instantiate_classes()
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        if self.subcommand == "examine":
-            given = self._get(self.config_init, "trainer", default={})
-            # a folder that stays empty: nothing is to be written
-            self._folder = contextlib.ExitStack()
-            folder = self._folder.enter_context(tempfile.TemporaryDirectory())
-            kwargs |= examination_flags(given.get("strategy"), folder)
-        return super().instantiate_trainer(**kwargs)
+        if self.subcommand not in ("examine", "bench"):
+            return super().instantiate_trainer(**kwargs)
+        given = self._get(self.config_init, "trainer", default={})
+        # a folder that stays empty: nothing is to be written
+        folder = self._folder.enter_context(tempfile.TemporaryDirectory())
+        if self._child is None:
+            flags = examination_flags(given.get("strategy"), folder)
+        else:
+            flags = bench_flags(given, self._child, folder)
+        # not by way of LightningCLI, which adds callbacks
+        return self.trainer_class(**{**given, **kwargs, **flags})
 
     def examine(self, **kwargs: Any) -> None:
         """Call ``examine`` of the Trainer, and keep the exit status."""
@@ -106,3 +164,34 @@ class ORTCLI(LightningCLI):
             except Exception:
                 traceback.print_exc()
                 self.status = 2
+
+    def bench(self, model: LightningModule | None, **kwargs: Any) -> None:
+        """Start a process per strategy, or train in one of these; keep the exit status."""
+        if self._child is not None:
+            assert model is not None
+            with self._folder:
+                if kwargs["ckpt_path"] is not None:
+                    load_weights(model, kwargs["ckpt_path"], kwargs["weights_only"])
+                train_in_turns(self.trainer, model, kwargs.get("datamodule"), self._child)
+            return
+        try:
+            settings = Settings(**{f.name: kwargs[f.name] for f in dataclasses.fields(Settings)})
+        except ValueError as error:
+            print(f"lightning-ort bench: {error}", file=sys.stderr)
+            self.status = 2
+            return
+        own = self.model_class.__name__ if isinstance(self.model_class, type) else "model"
+        name = self._get(self.config, "model").get("class_path", own).rpartition(".")[2]
+        precision = self._get(self.config, "trainer")["precision"]
+        self.status = bench(name, self._command(), precision, kwargs["strategies"] or list(STRATEGIES), settings)
+
+    def _command(self) -> list[str]:
+        """Starts a process with this command line."""
+        if self._args is None:
+            return [sys.executable, *sys.orig_argv[1:]]
+        if self.model_class is None and self.datamodule_class is None and isinstance(self._args, list):
+            return [sys.executable, "-m", "lightning_ort", *self._args]
+        raise MisconfigurationException(
+            "bench starts processes with the same command line, and this one was given by ORTCLI(args=...): run bench "
+            "from a shell, in a program that calls ORTCLI without args."
+        )

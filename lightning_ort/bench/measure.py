@@ -1,21 +1,19 @@
-"""Strategies in turns on one model, and what follows from the times of their steps."""
+"""Strategies in turns on one training, and what follows from the times of their steps."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.process import ChildFailed, Fit
+from lightning_ort.bench.contestants import BASELINE
+from lightning_ort.bench.process import ChildFailed, Fit
 
-__all__ = ["BASELINE", "STRATEGIES", "Settings", "measure"]
-
-STRATEGIES = ("auto", "compile", "ort")
-BASELINE = "auto"
+__all__ = ["Settings", "measure"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +26,6 @@ class Settings:
         steps: least number of steps in a turn.
         warmup_steps: steps of the first turn, which does not count.
         threads: torch's number of threads, which ONNX Runtime takes over; ``None`` leaves it to torch.
-        precision: of the Trainer.
     """
 
     rounds: int = 8
@@ -36,7 +33,17 @@ class Settings:
     steps: int = 4
     warmup_steps: int = 12
     threads: int | None = None
-    precision: str = "32-true"
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            ValueError: nothing could be measured so.
+        """
+        # the first step of a turn does not count
+        for name, least in {"rounds": 1, "seconds": 0, "steps": 2, "warmup_steps": 1, "threads": 1}.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name}={value}: expected {least} or more.")
 
     @classmethod
     def quick(cls, threads: int | None = None) -> Settings:
@@ -44,11 +51,17 @@ class Settings:
         return cls(rounds=2, seconds=0.05, steps=2, warmup_steps=3, threads=threads)
 
 
-def measure(model: str, strategies: Sequence[str], settings: Settings) -> list[dict[str, Any]]:
-    """Train ``model`` with each of the strategies, in turns; returns one result per strategy.
+def measure(model: str, command: Sequence[str], strategies: Sequence[str], settings: Settings) -> list[dict[str, Any]]:
+    """Train with each of the strategies, in turns; returns one result per strategy.
 
     Each strategy has a process of its own, so that neither threads nor memory of one touch the other, and only one
     of them runs at any time. Where one fails, its result has ``"error"`` and the others go on.
+
+    Args:
+        model: name of what is trained, for the results.
+        command: starts a training, as :class:`~.process.Fit` wants it.
+        strategies: names of :data:`~.contestants.STRATEGIES`.
+        settings: how long.
     """
     failures: dict[str, str] = {}
     warmup: dict[str, list[float]] = {}
@@ -58,9 +71,7 @@ def measure(model: str, strategies: Sequence[str], settings: Settings) -> list[d
         fits: dict[str, Fit] = {}
         for strategy in strategies:
             scratch = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
-            fits[strategy] = stack.enter_context(
-                Fit(model, strategy, settings.threads, settings.precision, Path(scratch))
-            )
+            fits[strategy] = stack.enter_context(Fit(command, strategy, settings.threads, Path(scratch)))
             with _failure(strategy, failures):
                 warmup[strategy] = fits[strategy].turn(0, settings.warmup_steps)
         for _ in range(settings.rounds):
@@ -79,7 +90,7 @@ def measure(model: str, strategies: Sequence[str], settings: Settings) -> list[d
 
 
 @contextlib.contextmanager
-def _failure(strategy: str, failures: dict[str, str]) -> Any:
+def _failure(strategy: str, failures: dict[str, str]) -> Iterator[None]:
     try:
         yield
     except ChildFailed as error:
@@ -94,14 +105,14 @@ def _step_seconds(times: list[float]) -> float:
 def _summary(
     warmup: list[float], turns: list[float], baseline: list[float] | None, end: dict[str, Any]
 ) -> dict[str, Any]:
-    step = median(turns)
     result = {
-        "step_ms": 1e3 * step,
+        "step_ms": 1e3 * median(turns),
         "turns_ms": [1e3 * t for t in turns],
         "first_step_s": warmup[0],
         # compilation may happen in several of the first steps; the median among them is a step without it
         "compile_s": max(0.0, sum(warmup) - len(warmup) * median(warmup)),
         "peak_mb": end["peak_bytes"] / 1e6,
+        "above_start_mb": max(0, end["peak_bytes"] - end["started_bytes"]) / 1e6,
         "threads": end["threads"],
         "compiler": end["compiler"],
         "speed": None,

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import platform
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-__all__ = ["describe_machine", "installed_versions"]
+__all__ = ["describe_machine", "described", "installed_versions"]
+
+
+def described(**settings: Any) -> dict[str, Any]:
+    """Beginning of a report: the date, the machine, the versions and ``settings``; its ``results`` are still empty."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "machine": describe_machine(),
+        "versions": installed_versions(),
+        "settings": settings,
+        "results": [],
+    }
 
 
 def describe_machine() -> dict[str, Any]:

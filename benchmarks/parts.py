@@ -1,0 +1,98 @@
+"""What is measured: the parts of the benchmarks, and the reports they give."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks.everyday import PROJECTS
+from benchmarks.models import MODELS
+from benchmarks.projects import COLUMNS, measure_project, project_rows
+from lightning_ort.bench.machine import described
+from lightning_ort.bench.measure import Settings, measure
+from lightning_ort.bench.table import step_columns, step_rows
+
+__all__ = ["LAYERS", "PARTS", "STRATEGIES", "columns_of", "rows_of", "run_part"]
+
+STRATEGIES = ("auto", "compile", "ort")
+LAYERS = (4, 12, 24, 48)
+PARTS = {
+    "models": "the steps of eight models",
+    "growth": f"a narrow GPT of {', '.join(map(str, LAYERS))} layers: step, compile time, memory",
+    "everyday": "six projects from start to end, first run and second",
+}
+
+
+def run_part(
+    part: str,
+    precision: str,
+    strategies: Sequence[str],
+    settings: Settings,
+    *,
+    models: Sequence[str] = tuple(MODELS),
+    layers: Sequence[int] = LAYERS,
+    projects: Sequence[str] = tuple(PROJECTS),
+    seconds: float = 20.0,
+    say: Callable[[str], object] = lambda text: None,
+) -> dict[str, Any]:
+    """Measure one of :data:`PARTS`; returns its report, ready for JSON.
+
+    Args:
+        part: name of it.
+        precision: of the Trainer.
+        strategies: names.
+        settings: how long steps are measured.
+        models: of ``models``.
+        layers: of ``growth``.
+        projects: of ``everyday``.
+        seconds: of a project's fit under ``auto``.
+        say: is told what is measured next.
+    """
+    if part == "everyday":
+        chosen = {"strategies": list(strategies), "precision": precision, "seconds": seconds}
+        report = {"part": part, **described(**chosen)}
+        for project in projects:
+            say(f"{project}: {PROJECTS[project]}")
+            report["results"] += measure_project(project, strategies, precision, seconds, settings.threads)
+        return report
+    chosen = {**dataclasses.asdict(settings), "strategies": list(strategies), "precision": precision}
+    report = {"part": part, **described(**chosen)}
+    if part == "models":
+        for model in models:
+            say(f"{model}: {MODELS[model]}")
+            report["results"] += measure(model, _command(model, precision), strategies, settings)
+        return report
+    for count in layers:
+        say(f"GPT of {count} layers")
+        command = _command("narrow_gpt", precision, layers=count)
+        report["results"] += [
+            {**result, "layers": count} for result in measure(f"{count} layers", command, strategies, settings)
+        ]
+    return report
+
+
+def _command(model: str, precision: str, **options: Any) -> list[str]:
+    job = {"model": model, "precision": precision, "options": options}
+    return [sys.executable, "-m", "benchmarks.child", json.dumps(job)]
+
+
+def columns_of(part: str) -> tuple[str, ...]:
+    """Titles of the columns of :func:`rows_of`."""
+    if part == "growth":
+        return (*step_columns()[:-3], "above start")
+    return COLUMNS if part == "everyday" else step_columns()
+
+
+def rows_of(report: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The table of a report."""
+    results = report["results"]
+    if report["part"] == "everyday":
+        return list(project_rows(results))
+    rows = list(step_rows(results))
+    if report["part"] == "models":
+        return rows
+    above = [f"{r['above_start_mb']:.0f} MB" if "above_start_mb" in r else "" for r in results]
+    return [(*row[:-3], memory) for row, memory in zip(rows, above, strict=True)]
