@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 import torch
-import torch._dynamo.utils
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_ort.lightning.strategy import ORTStrategy
@@ -43,8 +42,10 @@ def prepared(module: LightningModule, name: str) -> LightningModule:
     """``module``, compiled by inductor if that is what ``name`` stands for."""
     if name != "compile":
         return module
+    from torch._dynamo.utils import set_compilation_metrics_limit
+
     # of which `account` makes a sum: only the last 64 would be there
-    torch._dynamo.utils.set_compilation_metrics_limit(10_000)
+    set_compilation_metrics_limit(10_000)
     # Dynamo fails on Lightning's log (2.6.6 with torch 2.13), so it has to be kept outside of the graph
     module.log = torch.compiler.disable(module.log)  # type: ignore[method-assign]
     return torch.compile(module)  # type: ignore[return-value]
@@ -66,11 +67,11 @@ def account(trainer: Trainer, name: str) -> dict[str, Any]:
             "in_torch": [f"{t.what}: {t.reason}" for s in steps for t in s.in_torch],
         }
     if name == "compile":
-        # all that Dynamo says about itself
-        told = torch._dynamo.utils
+        from torch._dynamo.utils import counters, get_compilation_metrics
+
         return {
-            "compile_seconds": sum(m.duration_us or 0 for m in told.get_compilation_metrics()) / 1e6,
-            "graphs": told.counters["stats"]["unique_graphs"],
-            "graph_breaks": [reason.splitlines()[0] for reason in told.counters["graph_break"]],
+            "compile_seconds": sum(m.duration_us or 0 for m in get_compilation_metrics()) / 1e6,
+            "graphs": counters["stats"]["unique_graphs"],
+            "graph_breaks": [reason.splitlines()[0] for reason in counters["graph_break"]],
         }
     return {}
