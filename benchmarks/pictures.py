@@ -27,11 +27,14 @@ def draw(report: dict[str, Any], path: Path) -> None:
     style = {"svg.hashsalt": "benchmarks", "svg.fonttype": "none", "font.size": 9}
     style |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK)
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(9, 3.2), layout="constrained")
+        figure = Figure(figsize=(9, 3.4), layout="constrained")
         axes = figure.subplots(1, len(panels), squeeze=False)[0]
         for ax, panel in zip(axes, panels, strict=True):
             _draw_panel(ax, panel)
         figure.suptitle(f"{report['machine']['cpu']}, {report['settings']['precision']}, {report['date']}")
+        # below, where no bar is in its way; all panels have the same series, or fewer
+        handles, names = max((ax.get_legend_handles_labels() for ax in axes), key=lambda found: len(found[1]))
+        figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
         metadata = {"Date": None, "Creator": None, "Description": digest(panels)}
         figure.savefig(path, format="svg", transparent=True, metadata=metadata)
 
@@ -58,4 +61,3 @@ def _draw_panel(ax: Axes, panel: Panel) -> None:
     ax.grid(axis="y", color=_INK, alpha=0.25)
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
-    ax.legend(frameon=False, fontsize=8)
