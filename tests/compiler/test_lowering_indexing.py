@@ -161,3 +161,17 @@ INDEXING = [
 @pytest.mark.parametrize("case", INDEXING, ids=str)
 def test_indexing(case: Case) -> None:
     check(case)
+
+
+def test_points_of_the_nearest_pixel_have_a_gradient_of_zeros() -> None:
+    """As in eager: an optimizer passes over a parameter without a gradient, but not over one whose gradient is zero."""
+    image = torch.randn(2, 3, 5, 5, requires_grad=True)
+    grid = (torch.rand(2, 4, 4, 2) * 2 - 1).requires_grad_()
+
+    def sample(x: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.grid_sample(x, points, mode="nearest", align_corners=False).square()
+
+    eager = torch.autograd.grad(sample(image, grid).sum(), (image, grid))
+    other = torch.autograd.grad(torch.compile(sample, backend="lightning_ort")(image, grid).sum(), (image, grid))
+    for gradient, expected in zip(other, eager, strict=True):
+        torch.testing.assert_close(gradient, expected)

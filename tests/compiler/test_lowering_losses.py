@@ -174,3 +174,18 @@ def test_cross_entropy(case: Case) -> None:
 @pytest.mark.parametrize("case", LOSSES, ids=str)
 def test_losses(case: Case) -> None:
     check(case if case.name in DYNAMIC else case.static)
+
+
+def test_small_and_undefined_gradients_of_soft_margin_loss() -> None:
+    """They are eager's to the last digits, and NaN where the loss is infinite."""
+    x = torch.tensor([-34.57, -3.0, 100.0, 800.0], dtype=torch.float64, requires_grad=True)
+    target = torch.full((4,), -1.0, dtype=torch.float64)
+
+    def gradient(compiled: bool) -> Tensor:
+        loss = torch.compile(F.soft_margin_loss, backend="lightning_ort") if compiled else F.soft_margin_loss
+        return torch.autograd.grad(loss(x, target, reduction="none").sum(), x)[0]
+
+    expected = gradient(compiled=False)
+    assert expected[0] != 0
+    assert expected[3].isnan()
+    torch.testing.assert_close(gradient(compiled=True), expected, rtol=1e-12, atol=0, equal_nan=True)

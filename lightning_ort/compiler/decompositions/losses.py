@@ -120,3 +120,10 @@ def huber_loss(x: Tensor, target: Tensor, reduction: int = 1, delta: float = 1.0
 @decomposes(aten.huber_loss_backward.default)
 def huber_loss_backward(grad: Tensor, x: Tensor, target: Tensor, reduction: int, delta: float) -> Tensor:
     return _bounded_gradient(grad, (x - target).clamp(-delta, delta), reduction)
+
+
+@decomposes(aten.soft_margin_loss_backward.default)
+def soft_margin_loss_backward(grad: Tensor, x: Tensor, target: Tensor, reduction: int) -> Tensor:
+    # torch's own decomposition subtracts 1 from a sigmoid, which leaves nothing of small gradients, and hides NaN
+    away = (-target * x).exp()
+    return _bounded_gradient(grad, -target * away / (1 + away), reduction)

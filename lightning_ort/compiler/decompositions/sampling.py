@@ -43,6 +43,19 @@ def _padded(x: Tensor, size: Any, padding_mode: int, align_corners: bool) -> Ten
     return _clipped(x, size)
 
 
+class _Unmoved(torch.autograd.Function):
+    """The result as it is; the points that it depends on in steps alone get zeros for a gradient, as in eager."""
+
+    @staticmethod
+    def forward(context: Any, result: Tensor, points: Tensor) -> Tensor:
+        context.save_for_backward(points)
+        return result.clone()
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> Any:
+        return grad, torch.zeros_like(context.saved_tensors[0])
+
+
 class _Image:
     """An image whose pixels are looked up by number, zero outside."""
 
@@ -79,7 +92,7 @@ def _sample(x: Tensor, grid: Tensor, mode: int, padding_mode: int, align_corners
     else:
         places = [_padded(p, s, padding_mode, align_corners) for p, s in zip(places, sizes, strict=True)]
         if mode == NEAREST:
-            result = image.at([p.detach().round() for p in places], bounded)
+            result = _Unmoved.apply(image.at([p.detach().round() for p in places], bounded), grid)
         else:
             result = _linear(image, places)
     return result.reshape(x.shape[0], x.shape[1], *out)
