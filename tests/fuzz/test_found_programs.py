@@ -68,6 +68,22 @@ FOUND = {
         """,
         [Case(1), Case(1)],
     ),
+    "direction of tiny numbers": (
+        """
+        t0 = F.softplus(x * 0.1 - 25.0)
+        t1 = F.logsigmoid(y * 0.1 + 25.0)
+        t3 = F.normalize(t0, dim=-1).prod(-1).sum() + F.normalize(t1, dim=-1).prod(-1).sum()
+        """,
+        [Case(6), Case(5)],
+    ),
+    "products over an open size": (
+        """
+        t0 = x.T.prod(-1)
+        t1 = (y * 1.0).prod()
+        t3 = t0.mean() + x.T.mean() + t1 * 0.5
+        """,
+        [Case(6), Case(5), Case(4, "inf"), Case(4, "nan"), Case(7, "zeros")],
+    ),
 }
 
 

@@ -155,10 +155,15 @@ def softplus(x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
     return smooth if _is_beyond_precision(x, threshold) else torch.where(scaled > threshold, x, smooth)
 
 
+def _slope(x: Tensor) -> Tensor:
+    """The sigmoid of ``x``, to the last digit also where it is tiny: ONNX Runtime's own is only as exact as 1 is."""
+    return torch.reciprocal(1 + torch.exp(-x))
+
+
 @decomposes(aten.softplus_backward.default)
 def softplus_backward(grad: Tensor, x: Tensor, beta: float, threshold: float) -> Tensor:
     scaled = x if beta == 1 else x * beta
-    smooth = grad * torch.sigmoid(scaled)
+    smooth = grad * _slope(scaled)
     return smooth if _is_beyond_precision(x, threshold) else torch.where(scaled > threshold, grad, smooth)
 
 
@@ -169,7 +174,7 @@ def log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @decomposes(aten.log_sigmoid_backward.default)
 def log_sigmoid_backward(grad: Tensor, x: Tensor, buffer: Tensor) -> Tensor:
-    return grad * torch.sigmoid(-x)
+    return grad * _slope(-x)
 
 
 def _tanh_of_softplus(x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from lightning_ort.compiler.decompositions.registry import composes
 
@@ -20,21 +21,23 @@ class _Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, of_all: bool) -> Tensor:
         product = aten.prod.dim_int(x, dim, True)
         ctx.save_for_backward(x, product)
-        ctx.dim = dim
+        ctx.dim, ctx.of_all = dim, of_all
         return product
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (x, product), dim = ctx.saved_tensors, ctx.dim
         zeros = x == 0
-        return torch.where(zeros.any(), grad * _products_of_others(x, dim), grad * product / x), None
+        found = torch.where(zeros.any(), grad * _products_of_others(x, dim), grad * product / x)
+        # of a product of everything, torch looks no further then
+        return torch.where(zeros.sum() > 1, 0, found) if ctx.of_all else found, None, None
 
 
 def _products_of_others(x: Tensor, dim: int) -> Tensor:
-    if x.shape[dim] == 1:
+    if statically_known_true(x.shape[dim] == 1):
         return torch.ones_like(x)
     ones, rest = torch.ones_like(x.narrow(dim, 0, 1)), x.shape[dim] - 1
     before = torch.cat([ones, x.narrow(dim, 0, rest)], dim).cumprod(dim)
@@ -46,17 +49,19 @@ def _products_of_others(x: Tensor, dim: int) -> Tensor:
 def prod(x: Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     if not (x.requires_grad and torch.is_grad_enabled()) or not x.dim() or dtype not in (None, x.dtype):
         return NotImplemented
-    if not isinstance(x.shape[dim], int):
-        return NotImplemented
-    product = _Product.apply(x, dim)
+    return _differentiable(x, dim, keepdim)
+
+
+def _differentiable(x: Tensor, dim: int, keepdim: bool, of_all: bool = False) -> Tensor:
+    product = _Product.apply(x, dim, of_all)
     return product if keepdim else product.squeeze(dim)
 
 
 @composes(aten.prod.default, native=True)
 def prod_all(x: Tensor, *, dtype: torch.dtype | None = None) -> Any:
-    if not (x.requires_grad and torch.is_grad_enabled()) or not all(isinstance(n, int) for n in x.shape):
+    if not (x.requires_grad and torch.is_grad_enabled()) or dtype not in (None, x.dtype):
         return NotImplemented
-    return prod(x.reshape(-1), 0, dtype=dtype)
+    return _differentiable(x.reshape(-1), 0, False, of_all=True)
 
 
 class _Chosen(torch.autograd.Function):
