@@ -237,7 +237,8 @@ class _Planner:
         return step
 
     def _session(self, segment: Segment) -> tuple[OrtSession, list[fx.Node]]:
-        builder = GraphBuilder()
+        small = operations(segment.nodes) < SMALL
+        builder = GraphBuilder(one_thread=self._sessions.in_one_thread(small=small))
         by_name = {n.name: n for n in segment.nodes}
         used = set(itertools.chain.from_iterable(n.all_input_nodes for n in segment.nodes)) | set(segment.outputs)
         inputs = [n for n in segment.inputs if n in used]
@@ -263,7 +264,7 @@ class _Planner:
             session = self._factory.session(
                 ir.to_proto(model).SerializeToString(),
                 double=any(t.dtype == torch.float64 for n in segment.nodes for t in _tensors(n)),
-                small=operations(segment.nodes) < SMALL,
+                small=small,
                 repeats=repeats,
                 same_shapes=all(
                     isinstance(d, int) for n in [*inputs, *segment.outputs] for t in _tensors(n) for d in t.shape

@@ -85,6 +85,13 @@ class SessionFactory:
         """Options of the sessions; ``small`` are graphs of too little work for a second thread."""
         return self._small_options if small else self._options
 
+    def in_one_thread(self, *, small: bool = False) -> bool:
+        """Whether one thread of the CPU runs all operators of a session."""
+        only_cpu = [provider.name for provider in self._chosen] == [CPU.name]
+        options = self.session_options(small=small)
+        alone = getattr(options, "use_per_session_threads", True)  # ONNX Runtime 1.19 has no other threads
+        return only_cpu and alone and options.intra_op_num_threads == 1
+
     def with_options(self, **values: Any) -> SessionFactory:
         """The same with further session options, for sessions that nobody watches.
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import onnx
 import pytest
 import torch
 from graph_harness import Case, check
 from torch import Tensor, randint, randn
+
+from lightning_ort.compiler import ORTBackend
+from lightning_ort.runtime.config import RuntimeConfig
 
 
 def one(*shape: int):
@@ -175,3 +179,24 @@ def test_points_of_the_nearest_pixel_have_a_gradient_of_zeros() -> None:
     other = torch.autograd.grad(torch.compile(sample, backend="lightning_ort")(image, grid).sum(), (image, grid))
     for gradient, expected in zip(other, eager, strict=True):
         torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_rows_of_an_embedding_are_added_up_without_a_race(threads: int) -> None:
+    """The fast form is for one thread: several would add to the same row at the same time."""
+    table, tokens = torch.nn.Embedding(3, 64), randint(0, 3, (8, 700))
+    models: list[bytes] = []
+
+    def step(tokens: Tensor) -> Tensor:
+        return (table(tokens).reshape(-1, 64) @ torch.eye(64)).sin().square().sum()
+
+    config = RuntimeConfig(
+        session_options={"intra_op_num_threads": threads}, on_session=lambda session, model: models.append(model)
+    )
+    step(tokens).backward()
+    wanted, table.weight.grad = table.weight.grad, None
+    torch.compile(step, backend=ORTBackend(config))(tokens).backward()
+    torch.testing.assert_close(table.weight.grad, wanted, rtol=1e-4, atol=1e-6)
+    operators = {node.op_type for node in onnx.load_from_string(models[0]).graph.node}
+    assert len(models) == 1
+    assert ("ScatterND" in operators, "ScatterElements" in operators) == (threads == 1, threads == 2)

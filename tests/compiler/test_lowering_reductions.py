@@ -6,8 +6,11 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from graph_harness import Case, check
 from torch import Tensor, randint, randn
+
+from lightning_ort.compiler import ORTBackend
 
 
 def one(*shape: int):
@@ -24,6 +27,14 @@ REDUCTIONS = [
     Case("sum", lambda x: x.sum(), one(6, 8)),
     Case("sum_dim", lambda x: x.sum(1), one(6, 8)),
     Case("sum_dims_keep", lambda x: x.sum((0, -1), keepdim=True), one(6, 8)),
+    Case("sum_rows", lambda x: x.sum(0), one(6)),
+    Case("sum_rows_keep", lambda x: x.sum(0, keepdim=True), one(6)),
+    Case("sum_rows_and_columns_keep", lambda x: x.sum((0, 1), keepdim=True), one(5, 6)),
+    Case("sum_matrices", lambda x: x.sum(0), one(5, 6)),
+    Case("sum_many_rows", lambda x: (x.repeat(1500, 1) * 0.1).sum(0) * 0.01, one(3), dynamic=False),
+    Case("sum_rows_of_float64", lambda x: x.double().sum((0, 1)), one(5, 6)),
+    Case("sum_rows_with_nan", lambda x: x.sum(0), with_nan),
+    Case("sum_rows_with_infinity", lambda x: (x / (x > 0).float()).sum((0,)), one(4), gradients=False),
     Case("sum_of_bool", lambda x: (x > 0).sum(1), one(6), gradients=False),
     Case("sum_of_uint8", lambda x: x.sum(), lambda b: (randint(0, 200, (b, 9)).byte(),), gradients=False),
     Case("sum_to_float64", lambda x: x.sum(0, dtype=torch.float64), one(6)),
@@ -160,3 +171,32 @@ def test_integers(dtype: torch.dtype) -> None:
         return [x.sum(1), x.sum(1, dtype=dtype), x.amax(1), x.amin((0, 1)), *x.max(1), x.prod(1), x.any(1), x.cumsum(1)]
 
     check(Case(str(dtype), reduced, lambda b: (randint(0, 100, (b, 3)).to(dtype),), gradients=False).static)
+
+
+SUMS = {
+    "all": (lambda x: x.sum(), (3000, 500)),
+    "mean": (lambda x: x.mean(), (6, 1, 500, 500)),
+    "mean, 1": (lambda x: x.mean(), (1_500_000,)),
+    "images": (lambda x: x.sum((0, 2, 3)), (5, 3, 300, 300)),
+    "each image": (lambda x: x.mean((2, 3), keepdim=True), (3, 2, 700, 700)),
+    "rows": (lambda x: x.sum(0), (900_000, 2)),
+    "a prime number of rows": (lambda x: x.sum(0), (8191, 3)),
+    "of long rows": (lambda x: x.sum(-1), (3, 1_000_000)),
+    "of long rows, kept": (lambda x: x.mean(1, keepdim=True), (3, 1_000_000)),
+    "norm": (lambda x: x.norm(), (1000, 1000)),
+    "variance": (lambda x: (x - 1 + torch.arange(2.0)).var(0), (600_000, 2)),
+    "segmentation": (lambda x: F.cross_entropy(x, torch.zeros(4, 400, 400, dtype=torch.int64)), (4, 3, 400, 400)),
+    "logits": (lambda x: F.binary_cross_entropy_with_logits(x * 0, x), (4, 1, 600, 600)),
+    "all but an open size": (lambda x: x.sum(), (17, 300, 300)),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_of_equal_numbers(name: str) -> None:
+    """As exact as torch's, which adds up in pairs: so is the first loss of a network whose last layer is zero."""
+    function, shape = SUMS[name]
+    compiled = torch.compile(function, backend=ORTBackend(), dynamic="open" in name or None)
+    for value in (0.6931472, 0.1):
+        x = torch.full(shape, value)
+        exact = function(x.double())
+        torch.testing.assert_close(compiled(x).double(), exact, rtol=2e-5, atol=1e-9)

@@ -11,6 +11,7 @@ from torch import fx
 
 from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, rank_of, shape_of
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
+from lightning_ort.compiler.lowering.sums import summed
 
 aten = torch.ops.aten
 
@@ -21,7 +22,7 @@ class _Channels:
     def __init__(self, g: GraphBuilder, x: fx.Node) -> None:
         self.g, self.rank = g, rank_of(x)
         self.dtype = torch.float64 if dtype_of(x) == torch.float64 else torch.float32
-        sizes = shape_of(x)
+        sizes = self.sizes = shape_of(x)
         counted = [sizes[0], *sizes[2:]]
         if all(isinstance(s, int) for s in counted):
             self.count = g.constant(torch.Size(counted).numel(), self.dtype)
@@ -34,9 +35,8 @@ class _Channels:
     def sum(self, value: ir.Value) -> ir.Value:
         # Adding up each image first is what ONNX Runtime does fastest: 1.0 against 1.3 ms for 32 x 32 x 32 x 32.
         if self.rank > 2:
-            inner = list(range(2, self.rank))
-            value = self.g.op("ReduceSum", value, self.g.ints(inner), keepdims=0)
-        return self.g.op("ReduceSum", value, self.g.ints([0]), keepdims=0)
+            value = summed(self.g, value, self.sizes, range(2, self.rank), self.dtype)
+        return summed(self.g, value, self.sizes[:2], [0], self.dtype)
 
     def mean(self, value: ir.Value) -> ir.Value:
         return self.g.op("Div", self.sum(value), self.count)

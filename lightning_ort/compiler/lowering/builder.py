@@ -51,9 +51,13 @@ class GraphBuilder:
 
     Tensors are ONNX tensors of the same shape. A symbolic size (``SymInt``) is an int64 vector of length 1, so that
     shapes are built by ``Concat``; a symbolic float or bool is a scalar.
+
+    Args:
+        one_thread: one thread alone will run the graph, on the CPU. Operators may be used that several would race in.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, one_thread: bool = False) -> None:
+        self.one_thread = one_thread
         self.inputs: list[ir.Value] = []
         self.nodes: list[ir.Node] = []
         self.initializers: list[ir.Value] = []

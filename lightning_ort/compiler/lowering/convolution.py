@@ -12,6 +12,7 @@ from torch import fx
 from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, shape_of
 from lightning_ort.compiler.lowering.convolution_gradient import weight_gradient
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
+from lightning_ort.compiler.lowering.sums import summed
 from lightning_ort.compiler.lowering.windows import (
     Sizes,
     Window,
@@ -217,7 +218,8 @@ def convolution_backward(
             dw = weight_gradient(g, image, channels, dy, grad_channels, groups, window, grad_sizes, single)
         dw = g.cast(dw, dtype, out)
     if output_mask[2]:
-        db = g.op("ReduceSum", dy, g.ints([0, *range(2, 2 + window.rank)]), keepdims=0)
+        inner = summed(g, dy, shape_of(grad), range(2, 2 + window.rank), dtype)
+        db = summed(g, inner, shape_of(grad)[:2], [0], dtype)
         db = g.cast(db, dtype, out)
     return dx, dw, db
 

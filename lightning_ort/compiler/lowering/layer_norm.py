@@ -16,6 +16,7 @@ from torch import fx
 from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, rank_of, shape_of
 from lightning_ort.compiler.lowering.elementwise import reciprocal_deviation
 from lightning_ort.compiler.lowering.registry import lowers
+from lightning_ort.compiler.lowering.sums import summed
 
 aten = torch.ops.aten
 
@@ -30,7 +31,7 @@ def _inner(x: fx.Node, normalized_shape: Sequence[Any]) -> list[int]:
 
 def _sum_outer(g: GraphBuilder, value: ir.Value, x: fx.Node, normalized_shape: Sequence[Any]) -> ir.Value:
     outer = list(range(rank_of(x) - len(normalized_shape)))
-    return g.op("ReduceSum", value, g.ints(outer), keepdims=0) if outer else value
+    return summed(g, value, shape_of(x), outer, _computing(x))
 
 
 def _weighted_means(

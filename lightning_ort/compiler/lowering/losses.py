@@ -11,6 +11,7 @@ from torch import fx
 from lightning_ort.compiler.lowering.bounds import unwrapped
 from lightning_ort.compiler.lowering.builder import Dim, GraphBuilder, dtype_of, rank_of, shape_of
 from lightning_ort.compiler.lowering.registry import lowers
+from lightning_ort.compiler.lowering.sums import summed
 
 aten = torch.ops.aten
 
@@ -75,7 +76,8 @@ def nll_loss(
     losses = targets.weighted(g.op("Neg", targets.counted(picked)))
     if reduction not in (MEAN, SUM):
         return g.op("Squeeze", losses, targets.axes), g.constant(0, dtype_of(x))
-    loss, total = g.op("ReduceSum", losses, keepdims=0), targets.total()
+    sizes = [1 if axis == _class_axis(x) else size for axis, size in enumerate(shape_of(x))]
+    loss, total = summed(g, losses, sizes, range(rank_of(x)), dtype_of(x)), targets.total()
     return (g.op("Div", loss, total) if reduction == MEAN else loss), total
 
 

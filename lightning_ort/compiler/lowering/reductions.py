@@ -14,6 +14,7 @@ from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, rank
 from lightning_ort.compiler.lowering.elementwise import exponential, square_root
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
 from lightning_ort.compiler.lowering.shapes import is_empty
+from lightning_ort.compiler.lowering.sums import averaged, summed
 
 aten = torch.ops.aten
 
@@ -49,7 +50,7 @@ def sum_(
     g: GraphBuilder, node: fx.Node, x: fx.Node, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> ir.Value:
     wide = _sum_in(x, node)
-    total = reduced(g, "ReduceSum", g.operand(x, wide), _axes(x, dim), keepdim)
+    total = summed(g, g.operand(x, wide), shape_of(x), _axes(x, dim), wide, keepdim)
     return g.cast(total, wide, dtype_of(node))
 
 
@@ -69,7 +70,7 @@ def _mean(g: GraphBuilder, x: fx.Node, dtype: torch.dtype, axes: Sequence[int], 
     value = g.operand(x, dtype)
     if is_empty(x):  # where ONNX Runtime says 0
         return g.op("Add", reduced(g, "ReduceSum", value, axes, keepdim), g.constant(math.nan, dtype))
-    return reduced(g, "ReduceMean", value, axes, keepdim)
+    return averaged(g, value, shape_of(x), axes, dtype, keepdim)
 
 
 @lowers(aten.mean.default)
@@ -244,17 +245,17 @@ def vector_norm(
         size = g.op("Abs", value)
         return size if keepdim or not axes else g.op("Squeeze", size, g.ints(axes))
     if not axes or order == 1:
-        return reduced(g, "ReduceSum", g.op("Abs", value), axes, keepdim)
+        return summed(g, g.op("Abs", value), shape_of(x), axes, kind, keepdim)
     if order == 2:
         # in two operators, as ReduceL2 takes three times as long
-        return square_root(g, reduced(g, "ReduceSum", g.op("Mul", value, value), axes, keepdim), kind)
+        return square_root(g, summed(g, g.op("Mul", value, value), shape_of(x), axes, kind, keepdim), kind)
     size = g.op("Abs", value)
     if abs(order) == math.inf:
         return _extremum(g, size, kind, "ReduceMax" if order > 0 else "ReduceMin", axes, keepdim)
     if order == 0:
         nonzero = g.op("Not", g.op("Equal", value, g.constant(0, kind)))
         return reduced(g, "ReduceSum", g.cast(nonzero, torch.bool, kind), axes, keepdim)
-    powers = reduced(g, "ReduceSum", g.op("Pow", size, g.constant(order, kind)), axes, keepdim)
+    powers = summed(g, g.op("Pow", size, g.constant(order, kind)), shape_of(x), axes, kind, keepdim)
     return g.op("Pow", powers, g.constant(1 / order, kind))
 
 
@@ -265,7 +266,7 @@ def _variance(g: GraphBuilder, x: fx.Node, dim: Any, correction: Any, keepdim: b
     correction = 1 if correction is None else correction
     mean = _mean(g, x, dtype, axes, keepdim=True)
     centred = g.op("Sub", value, mean)
-    squares = reduced(g, "ReduceSum", g.op("Mul", centred, centred), axes, keepdim)
+    squares = summed(g, g.op("Mul", centred, centred), shape_of(x), axes, dtype, keepdim)
     sizes = [shape_of(x)[a] for a in axes]
     if all(isinstance(n, int) for n in sizes) and not isinstance(correction, fx.Node):
         count = math.prod(sizes) - correction

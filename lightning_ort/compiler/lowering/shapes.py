@@ -12,6 +12,7 @@ from torch import fx
 
 from lightning_ort.compiler.lowering.builder import Dim, GraphBuilder, dtype_of, rank_of, shape_of
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
+from lightning_ort.compiler.lowering.sums import summed
 from lightning_ort.runtime.tensors import NUMPY
 
 aten = torch.ops.aten
@@ -26,7 +27,7 @@ def positive(dim: int, rank: int) -> int:
 def view(g: GraphBuilder, node: fx.Node, x: fx.Node, size: Sequence[Any], *_: Any) -> ir.Value:
     axes = _dropped_after_sum(g, node, x)
     if axes is not None:
-        return g.op("ReduceSum", g.value(x.args[0]), g.ints(axes), keepdims=0)
+        return summed(g, g.value(x.args[0]), shape_of(x.args[0]), axes, dtype_of(x))
     return reshaped(g, node, g.value(x), size)
 
 
