@@ -238,7 +238,7 @@ class _Planner:
 
     def _session(self, segment: Segment) -> tuple[OrtSession, list[fx.Node]]:
         small = operations(segment.nodes) < SMALL
-        builder = GraphBuilder(one_thread=self._sessions.in_one_thread(small=small))
+        builder = GraphBuilder(one_thread=self._factory.in_one_thread(small=small))
         by_name = {n.name: n for n in segment.nodes}
         used = set(itertools.chain.from_iterable(n.all_input_nodes for n in segment.nodes)) | set(segment.outputs)
         inputs = [n for n in segment.inputs if n in used]
