@@ -96,8 +96,9 @@ def test_float64() -> None:
     check(Case("linear", products, lambda b: [randn(*s, dtype=torch.float64) for s in shapes], dynamic=False))
 
 
-def test_a_linear_layer_and_its_gradients_are_three_products_without_transposes() -> None:
+def test_a_linear_layer_and_its_gradients_are_four_products_without_transposes() -> None:
+    """The gradient of the bias is one with a row of ones."""
     lowered = check(Case("linear", F.linear, lambda b: (randn(b, 3, 6), randn(5, 6), randn(5))))
     types = op_types(lowered)
-    assert types.count("Gemm") + types.count("MatMul") == 3
+    assert types.count("Gemm") + types.count("MatMul") == 4
     assert "Transpose" not in types

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_ort.compiler import ORTBackend
 from lightning_ort.compiler.lowering.registry import LOWERINGS
-from lightning_ort.compiler.plan import Plan, _Rejected
+from lightning_ort.compiler.plan import _Planner, _Rejected
 from lightning_ort.runtime.config import RuntimeConfig
 
 
@@ -88,7 +88,7 @@ def test_a_compilation_that_gets_nowhere_ends(monkeypatch, target):
         assert len(attempts) < 10, "it would go on for ever"
         raise _Rejected(next(n for n in self._module.graph.nodes if n.op == target), "not today")
 
-    monkeypatch.setattr(Plan, "_compile", compile_)
+    monkeypatch.setattr(_Planner, "_compile", compile_)
     reasons: list = []
     step = torch.compile(lambda x: x.sin().sum(), backend=ORTBackend(on_fallback=reasons.extend))
     x = torch.randn(3)

@@ -76,6 +76,14 @@ FOUND = {
         """,
         [Case(6), Case(5)],
     ),
+    "confident and right": (
+        """
+        t0 = F.binary_cross_entropy_with_logits(x * 0.1 - 25.0, torch.zeros_like(x))
+        t1 = F.binary_cross_entropy_with_logits(y * 0.1 + 25.0, torch.ones_like(y), pos_weight=torch.tensor(3.0))
+        t3 = t0 * 1e9 + t1 * 1e9 - x.sum()
+        """,
+        [Case(6), Case(5)],
+    ),
     "products over an open size": (
         """
         t0 = x.T.prod(-1)

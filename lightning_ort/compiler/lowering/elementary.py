@@ -48,12 +48,17 @@ for _name, _op in {
 _ABSOLUTE = {aten.mul.Tensor, aten.mul.Scalar, aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar}
 
 
+def _counts_absolutely(user: fx.Node, node: fx.Node) -> bool:
+    """Whether ``user`` does not care for the digits of a tiny ``node``, as the difference from a label of 0 does."""
+    return user.target in _ABSOLUTE and not (user.target is aten.sub.Tensor and user.args[0] is node)
+
+
 @lowers(aten.sigmoid.default)
 def sigmoid(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
     """Sigmoid, which is 0 below -18; what is more than added and multiplied, as before a logarithm, goes on."""
     dtype = dtype_of(node)
     value = g.operand(x, dtype)
-    if dtype != torch.float64 and all(user.target in _ABSOLUTE for user in node.users):
+    if dtype != torch.float64 and all(_counts_absolutely(user, node) for user in node.users):
         return g.op("Sigmoid", value)
     return g.op("Reciprocal", g.op("Add", g.op("Exp", g.op("Neg", value)), g.constant(1, dtype)))
 
