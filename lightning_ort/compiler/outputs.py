@@ -57,6 +57,23 @@ class OutputLayout:
                 self._parts.append((position, torch.clone if i in self.differentiable else _detached_copy))
         simple = [p[0] for p in self._parts if isinstance(p, tuple) and p[1] is None]
         self._simple = simple if len(simple) == len(self._parts) else None
+        orders = {position: _memory_order(self.values[i]) for position, i in first.items()}
+        self._orders = {position: order for position, order in orders.items() if order is not None}
+
+    def unique(self, results: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The tensors of a run that outputs are made from, their entries in memory in eager's order.
+
+        What follows may see it: random draws fill tensors in the order of their memory.
+        """
+        if not self._orders:
+            return results[: self.n_unique]
+        laid_out = list(results[: self.n_unique])
+        for position, order in self._orders.items():
+            x = laid_out[position]
+            y = torch.empty_permuted(x.shape, order, dtype=x.dtype, device=x.device)
+            if y.stride() != x.stride():
+                laid_out[position] = y.copy_(x)
+        return laid_out
 
     def arrange(self, executable: Executable, tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> list[Any]:
         """Outputs in Dynamo's order."""
@@ -76,6 +93,24 @@ class OutputLayout:
             if isinstance(part, OutputView):
                 outputs[i] = part(args, outputs)
         return outputs
+
+
+def _memory_order(fake: Any) -> list[int] | None:
+    """The dimensions from the slowest to the fastest, unless that is their own order or entries do not lie densely."""
+    if not isinstance(fake, torch.Tensor):
+        return None
+    hints = [n if isinstance(n, int) else n.node.hint for n in [*fake.shape, *fake.stride()]]
+    if None in hints:
+        return None
+    sizes, strides = hints[: fake.dim()], hints[fake.dim() :]
+    order = sorted(range(len(sizes)), key=lambda d: (-strides[d], d))
+    count = 1
+    for d in reversed(order):
+        if sizes[d] != 1 and strides[d] != count:
+            return None
+        count *= sizes[d]
+    moved = [d for d in order if sizes[d] != 1]
+    return order if moved != sorted(moved) else None
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:

@@ -245,7 +245,7 @@ class Region:
         if self._eager:
             return self.graph.forward(*args)
         if self._plain is not None:
-            tensors = self._unique(self._execute(self._plain, args, {}))
+            tensors = self._layout.unique(self._execute(self._plain, args, {}))
             return self._layout.arrange(self._plain, tensors, args)
         differentiable = [None if i is None else args[i] for i in self._edges]
         if self._loss is not None:
@@ -256,9 +256,6 @@ class Region:
             executable = self._pair.forward
             tensors = PairStep.apply(self, self._pair, args, *differentiable)
         return self._layout.arrange(executable, tensors, args)
-
-    def _unique(self, results: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        return results[: self._layout.n_unique]
 
     def run_loss(
         self, args: Sequence[Any]
@@ -271,7 +268,7 @@ class Region:
         executable = self._loss
         results = self._execute(executable, args, {self.loss_output: None}, self._scale())
         finite = None if executable.finite is None else results[executable.finite]
-        return self._unique(results), gradients_of(executable, results, self.wanted), finite
+        return self._layout.unique(results), gradients_of(executable, results, self.wanted), finite
 
     def _scale(self) -> torch.Tensor | None:
         """The scale of the loss, the last input of a graph that computes its gradients."""
@@ -294,8 +291,8 @@ class Region:
         """Outputs, and what the backward graph reads besides inputs: ``None`` where the outputs are torch's."""
         results = self._execute(pair.forward, args, {})
         if self._verify and self.first_run.is_due(pair.forward):
-            return self._unique(results), None
-        return self._unique(results), pair.saved(results)
+            return self._layout.unique(results), None
+        return self._layout.unique(results), pair.saved(results)
 
     def run_pair(
         self, pair: Pair, args: Sequence[Any], incoming: Sequence[torch.Tensor], outputs: Collection[int]

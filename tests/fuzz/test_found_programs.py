@@ -76,6 +76,36 @@ FOUND = {
         """,
         [Case(6), Case(5)],
     ),
+    "draws for what is transposed": (
+        """
+        t0 = torch.erf(F.hardshrink(x.T))
+        torch._dynamo.graph_break()
+        t1 = F.dropout(t0, 0.3, training=True)
+        t2 = (image * 2.0).to(memory_format=torch.channels_last).tanh()
+        torch._dynamo.graph_break()
+        t3 = t1.square().sum() + F.dropout(t2, 0.3, training=True).square().mean() + torch.rand_like(t0).mean()
+        """,
+        [Case(6), Case(5), Case(1)],
+    ),
+    "margins": (
+        """
+        t0 = F.multi_margin_loss(x, labels)
+        t1 = F.multilabel_margin_loss(x, torch.where(labels[:, None] > torch.arange(4), torch.arange(4), -1))
+        t3 = t0 * 2 + t1
+        """,
+        [Case(6), Case(6, "nan"), Case(1)],
+    ),
+    "quotients without a rest": (
+        """
+        t0 = torch.div(x.round(decimals=1), 0.1, rounding_mode="floor")
+        t1 = x.T // x[0, 0].abs()
+        t2 = torch.div(y.pow(3), y.abs().amax() + 0.5, rounding_mode="floor")
+        t4 = torch.stack([t.nan_to_num(7.0, 8.0, 9.0).clamp(-99, 99).sum() for t in (t0, t1, t2)])
+        self.queue.view(-1)[:3].add_(t4.detach())
+        t3 = x.mean() + y.mean()
+        """,
+        [Case(6), Case(6, "zeros"), Case(6, "inf"), Case(5, "nan")],
+    ),
     "confident and right": (
         """
         t0 = F.binary_cross_entropy_with_logits(x * 0.1 - 25.0, torch.zeros_like(x))

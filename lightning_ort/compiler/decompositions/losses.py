@@ -30,7 +30,7 @@ class _Sloped(torch.autograd.Function):
         return grad.unsqueeze(-1) * context.saved_tensors[0], None, None
 
 
-@composes(aten.multi_margin_loss.default)
+@composes(aten.multi_margin_loss.default, native=True)
 def multi_margin_loss(
     x: Tensor, target: Tensor, p: float = 1, margin: float = 1, weight: Tensor | None = None, reduction: int = 1
 ) -> Any:
@@ -51,7 +51,7 @@ def multi_margin_loss(
     return _reduced(loss, reduction) if reduction or x.dim() > 1 else loss.squeeze(0)
 
 
-@composes(aten.multilabel_margin_loss_forward.default)
+@composes(aten.multilabel_margin_loss_forward.default, native=True)
 def multilabel_margin_loss_forward(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
     """Torch's own rewriting also counts the labels after the first -1, as if they were class 0."""
     shape = x.shape

@@ -146,7 +146,7 @@ def div_mode(g: GraphBuilder, node: fx.Node, a: Any, b: Any, rounding_mode: str 
 
         def write(x: ir.Value, y: ir.Value) -> ir.Value:
             quotient = g.op("Div", x, y)
-            return g.op("Floor", quotient) if rounding_mode == "floor" else _truncated(g, quotient)
+            return _floored(g, x, y, quotient, dtype) if rounding_mode == "floor" else _truncated(g, quotient)
 
         return elementwise(g, node, dtype, write, a, b)
     wide = computing_dtype(dtype)
@@ -155,6 +155,23 @@ def div_mode(g: GraphBuilder, node: fx.Node, a: Any, b: Any, rounding_mode: str 
     if rounding_mode == "floor":
         x = g.op("Sub", x, g.op("Mod", x, y))
     return g.cast(g.op("Div", x, y), wide, dtype)
+
+
+def _floored(g: GraphBuilder, x: ir.Value, y: ir.Value, quotient: ir.Value, dtype: torch.dtype) -> ir.Value:
+    """The quotient without the rest, as in torch and Python: 1 // 0.1 is 9, because 0.1 is more than a tenth."""
+    zero, one = g.constant(0, dtype), g.constant(1, dtype)
+    rest, moves = _rest(g, x, y, zero)
+    whole = g.op("Div", g.op("Sub", x, rest), y)
+    whole = g.op("Round", g.op("Where", moves, g.op("Sub", whole, one), whole))
+    whole = g.op("Where", g.op("Equal", whole, zero), g.op("Mul", quotient, zero), whole)  # of its sign
+    return g.op("Where", g.op("Equal", y, zero), quotient, whole)
+
+
+def _rest(g: GraphBuilder, x: ir.Value, y: ir.Value, zero: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The rest of a truncated division, which is exact, and where it is on the other side than the divisor."""
+    rest = g.op("Mod", x, y, fmod=1)
+    is_opposite = g.op("Xor", *(g.op("Less", v, zero) for v in (rest, y)))
+    return rest, g.op("And", is_opposite, g.op("Not", g.op("Equal", rest, zero)))
 
 
 @lowers(aten.floor_divide.default, aten.floor_divide.Scalar)
@@ -167,10 +184,7 @@ def remainder(g: GraphBuilder, node: fx.Node, a: Any, b: Any) -> ir.Value:
     dtype = computing_dtype(dtype_of(node))
     x, y = operands(g, node, dtype, a, b)
     if dtype.is_floating_point:
-        # as torch does: the rest of a truncated division, which is exact, moved to the side of the divisor
-        rest, zero = g.op("Mod", x, y, fmod=1), g.constant(0, dtype)
-        is_opposite = g.op("Xor", *(g.op("Less", v, zero) for v in (rest, y)))
-        moves = g.op("And", is_opposite, g.op("Not", g.op("Equal", rest, zero)))
+        rest, moves = _rest(g, x, y, g.constant(0, dtype))
         return g.op("Where", moves, g.op("Add", rest, y), rest)
     return g.cast(g.op("Mod", *_division(g, x, y, b, dtype)), dtype, dtype_of(node))
 
