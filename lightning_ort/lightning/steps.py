@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch._dynamo.config
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import Optimizer
@@ -134,8 +135,13 @@ class CompiledSteps:
         return optimizer.__dict__, known[1]
 
     def compile_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure that a step passes to an optimizer, which calls it outside of all graphs, compiled by itself."""
-        return torch.compile(closure, backend=self._backend) if self._running is not None else closure
+        """A closure that a step passes to an optimizer, which calls it outside of all graphs, compiled by itself.
+
+        The one that Lightning passes in the place of none is left as it is: wrapping takes longer than a small update.
+        """
+        if self._running is None or closure is do_nothing_closure:
+            return closure
+        return torch.compile(closure, backend=self._backend)
 
     def _on_graph(self, executable: Account) -> None:
         if self._running is not None:

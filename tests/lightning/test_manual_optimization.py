@@ -121,6 +121,16 @@ class Accumulates(Regressor):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)]
 
 
+def test_updates_without_a_closure_compile_nothing(monkeypatch):
+    """To wrap what Lightning passes in the place of a closure would take longer than a small update."""
+    wrapped, compile_ = [], torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **options: wrapped.append(function) or compile_(function, **options)
+    )
+    fit(GAN, curve, strategy="ort", max_steps=6)
+    assert [function.__name__ for function in wrapped] == ["training_step"]
+
+
 def test_accumulation_clipping_and_scheduler_by_hand():
     eager, _ = assert_fit_parity(Accumulates, curve, max_epochs=50, logger=MemoryLogger)
     assert eager.trainer.global_step == 50
