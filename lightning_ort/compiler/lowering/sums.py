@@ -68,19 +68,18 @@ def summed(
         total = g.op("MatMul", _ones(g, stage, dtype), blocks)
         matrix, height = g.op("Reshape", total, g.ints([-1, width])), height // stage
     if height is None:
-        shape = g.op("Concat", g.ints([1]), g.op("Shape", matrix, start=0, end=1), axis=0)
-        ones = g.op("Expand", g.constant(1, dtype), shape)
+        ones = g.op("Expand", g.constant(1, dtype), g.op("Shape", matrix, start=0, end=1))
     else:
         ones = _ones(g, height, dtype)
     total = g.op("MatMul", ones, matrix)
     shape = [1] * len(axes) * keepdim + list(rest)
-    return total if shape == [1, width] else g.op("Reshape", total, g.ints(shape))
+    return total if shape == [width] else g.op("Reshape", total, g.ints(shape))
 
 
 def _ones(g: GraphBuilder, length: int, dtype: torch.dtype) -> ir.Value:
     if length <= _STORED:
-        return g.constant(np.ones((1, length)), dtype)
-    return g.op("Expand", g.constant(1, dtype), g.ints([1, length]))
+        return g.constant(np.ones(length), dtype)
+    return g.op("Expand", g.constant(1, dtype), g.ints([length]))
 
 
 def averaged(
