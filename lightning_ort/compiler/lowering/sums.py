@@ -16,13 +16,12 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from lightning_ort.compiler.lowering.builder import GraphBuilder
+from lightning_ort.compiler.lowering.factories import STORED
 
 __all__ = ["averaged", "summed"]
 
 _LONGEST = 4096
 """most numbers of float32 that are added up in one stage"""
-_STORED = 4096
-"""most entries of a row of ones in the model; a longer one is made by ONNX Runtime"""
 
 
 def summed(
@@ -46,6 +45,8 @@ def summed(
         dtype: of ``value``.
         keepdim: leave a dimension of size 1 for each.
     """
+    if not axes:
+        return value
     lead, rest = sizes[: len(axes)], sizes[len(axes) :]
     if not (
         dtype in (torch.float32, torch.float64)
@@ -56,8 +57,6 @@ def summed(
         and all(statically_known_true(size > 0) for size in lead)
     ):
         return _in_stages(g, "ReduceSum", value, sizes, axes, dtype, keepdim)
-    if not axes:
-        return value
     width = math.prod(rest)
     matrix = value if len(sizes) == 2 else g.op("Reshape", value, g.ints([-1, width]))
     height = math.prod(lead) if all(isinstance(size, int) for size in lead) else None
@@ -65,8 +64,7 @@ def summed(
     if stage > 1:
         assert height is not None
         blocks = g.op("Reshape", matrix, g.ints([height // stage, stage, width]))
-        total = g.op("MatMul", _ones(g, stage, dtype), blocks)
-        matrix, height = g.op("Reshape", total, g.ints([-1, width])), height // stage
+        matrix, height = g.op("MatMul", _ones(g, stage, dtype), blocks), height // stage
     if height is None:
         ones = g.op("Expand", g.constant(1, dtype), g.op("Shape", matrix, start=0, end=1))
     else:
@@ -77,7 +75,7 @@ def summed(
 
 
 def _ones(g: GraphBuilder, length: int, dtype: torch.dtype) -> ir.Value:
-    if length <= _STORED:
+    if length <= STORED:
         return g.constant(np.ones(length), dtype)
     return g.op("Expand", g.constant(1, dtype), g.ints([length]))
 
