@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lightning_ort.compiler.compilation import Pair
     from lightning_ort.compiler.region import Region
 
-__all__ = ["LossStep", "PairStep"]
+__all__ = ["ApartStep", "LossStep", "PairStep"]
 
 
 def _start(ctx: Any, region: Region) -> None:
@@ -24,13 +24,16 @@ def _start(ctx: Any, region: Region) -> None:
     ctx.rng = ForkedRNG.state(region.device) if region.has_draws else None
 
 
-def _end(ctx: Any, outputs: Any) -> Any:
-    """Take down what belongs to the run of the region, whose next one may be of another graph."""
+def _end(ctx: Any, outputs: Any, without: Collection[int] = ()) -> Any:
+    """Take down what belongs to the run of the region, whose next one may be of another graph.
+
+    Positions in ``without`` get no gradient from this node.
+    """
     region: Region = ctx.region
     ctx.kept.seal()
     ctx.positions = region.outputs_by_position
-    if region.not_differentiable:
-        ctx.mark_non_differentiable(*[outputs[i] for i in region.not_differentiable])
+    if region.not_differentiable or without:
+        ctx.mark_non_differentiable(*[outputs[i] for i in (*region.not_differentiable, *without)])
     return tuple(outputs)
 
 
@@ -68,10 +71,15 @@ def _take_kept(ctx: Any, arrived: Collection[int]) -> tuple[Kept, bool]:
 
 
 class LossStep(torch.autograd.Function):
-    """Outputs and gradients in one run; backward hands the gradients out, times the loss's own gradient."""
+    """Outputs and gradients in one run; backward hands the gradients out, times the loss's own gradient.
+
+    The outputs at the positions ``apart`` have no gradient from here, but from an :class:`ApartStep`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, region: Region, args: Sequence[Any], *differentiable: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, region: Region, args: Sequence[Any], apart: Sequence[int], *differentiable: torch.Tensor
+    ) -> Any:
         _start(ctx, region)
         ctx.loss = region.loss_output
         ctx.kept = region.keep(args)
@@ -79,7 +87,7 @@ class LossStep(torch.autograd.Function):
         if ctx.finite is not None:
             assert region.scaling is not None
             ctx.scale = region.scaling.scale
-        return _end(ctx, outputs)
+        return _end(ctx, outputs, apart)
 
     # a gradient asked for between two regions arrives while Dynamo watches, which must not compile this
     @staticmethod
@@ -88,14 +96,14 @@ class LossStep(torch.autograd.Function):
         arrived = _arrived(ctx, incoming)
         region: Region = ctx.region
         if not arrived:
-            return (None, None, *([None] * len(region.wanted)))
+            return (None, None, None, *([None] * len(region.wanted)))
         (kept, keeps), gradients, again = _take_kept(ctx, arrived), ctx.gradients, torch.is_grad_enabled()
         if not keeps and ctx.loss in arrived:
             ctx.gradients = None
         if again or gradients is None or set(arrived) != {ctx.loss}:
             if not again and set(arrived) != {ctx.loss}:
                 region.leave_loss()
-            return (None, None, *region.recompute(kept, ctx.rng, arrived, create_graph=again))
+            return (None, None, None, *region.recompute(kept, ctx.rng, arrived, create_graph=again))
         if keeps:
             gradients = [None if g is None else g.clone() for g in gradients]
         # a comparison would wait for the device; on the CPU it saves a pass over all gradients
@@ -111,12 +119,44 @@ class LossStep(torch.autograd.Function):
             assert region.scaling is not None
             inputs = [kept.args[i] for i in region.wanted]
             region.scaling.note(ctx.finite, [x for x in inputs if isinstance(x, torch.nn.Parameter)])
-        return (None, None, *gradients)
+        return (None, None, None, *gradients)
 
 
 def _multiply(gradients: list[torch.Tensor], factor: Any) -> None:
     if gradients and not (isinstance(factor, float) and factor == 1.0):
         torch._foreach_mul_(gradients, factor)
+
+
+class ApartStep(torch.autograd.Function):
+    """Outputs beside a loss, in a node of their own: autograd visits what made their inputs only if they are used.
+
+    What it would visit otherwise may have been changed in place since, which torch refuses and eager does not notice.
+
+    Args of :meth:`forward`:
+        step: the node of the :class:`LossStep` that computed the outputs.
+        positions: of the outputs among those of ``step``.
+        tensors: the outputs, then the inputs in :attr:`Region.wanted`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, step: Any, positions: Sequence[int], *tensors: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.step, ctx.positions = step, positions
+        return tuple(x.detach() for x in tensors[: len(positions)])
+
+    @staticmethod
+    @torch.compiler.disable
+    def backward(ctx: Any, *incoming: torch.Tensor | None) -> Any:
+        step, region, nothing = ctx.step, ctx.step.region, [None] * (2 + len(ctx.positions))
+        at_positions = dict(zip(ctx.positions, incoming, strict=True))
+        arrived = _arrived(step, [at_positions.get(p) for p in range(1 + max(ctx.positions))])
+        if not arrived:
+            return (*nothing, *([None] * len(region.wanted)))
+        kept, _ = _take_kept(step, arrived)
+        again = torch.is_grad_enabled()
+        if not again:
+            region.leave_loss()
+        return (*nothing, *region.recompute(kept, step.rng, arrived, create_graph=again))
 
 
 class PairStep(torch.autograd.Function):

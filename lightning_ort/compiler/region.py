@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compiler.autograd import LossStep, PairStep
+from lightning_ort.compiler.autograd import ApartStep, LossStep, PairStep
 from lightning_ort.compiler.compilation import Compilation, Pair
 from lightning_ort.compiler.contest import MEMORY, Choice, Contest, Key, measures
 from lightning_ort.compiler.executors.executable import Account, Eager, Executable
@@ -69,6 +69,7 @@ class Region:
         self.wanted = [i for i, x in enumerate(self._fakes) if isinstance(x, torch.Tensor) and x.requires_grad]
         # of those in wanted: autograd visits what made an input, even without a gradient for it, and eager may not
         self._edges: list[int | None] = []
+        self._beside: frozenset[int] = frozenset()  # of those, what leads to no loss, but to another output
         self._changed: list[int] = []
         self._one_graph = False
         self._loss: Executable | None = None
@@ -173,6 +174,8 @@ class Region:
         if self._compilation.keeping is not None:
             reached = frozenset[int]().union(*self._compilation.keeping.eager.reached.values())
             self._edges = [i if i in reached else None for i in self.wanted]
+            of_loss = self._compilation.keeping.eager.reached[self.loss_output] if self._loss is not None else reached
+            self._beside = frozenset(reached - of_loss)
         self._changed = self.first_run.changed = [i for i, _ in executable.updates]
         self.has_draws = executable.has_draws
         self._layout.learn(executable)
@@ -247,15 +250,29 @@ class Region:
         if self._plain is not None:
             tensors = self._layout.unique(self._execute(self._plain, args, {}))
             return self._layout.arrange(self._plain, tensors, args)
-        differentiable = [None if i is None else args[i] for i in self._edges]
+        differentiable: list[Any] = [None if i is None else args[i] for i in self._edges]
         if self._loss is not None:
             executable = self._loss
-            tensors = LossStep.apply(self, args, *differentiable)
+            if any(args[i].grad_fn is not None for i in self._beside):
+                tensors = self._apart(args, differentiable)
+            else:
+                tensors = LossStep.apply(self, args, (), *differentiable)
         else:
             assert self._pair is not None
             executable = self._pair.forward
             tensors = PairStep.apply(self, self._pair, args, *differentiable)
         return self._layout.arrange(executable, tensors, args)
+
+    def _apart(self, args: Sequence[Any], differentiable: Sequence[Any]) -> Sequence[torch.Tensor]:
+        """A run with gradients of the loss whose other outputs have a node of their own."""
+        apart: list[Any] = [p for p, output in self.outputs_by_position.items() if output != self.loss_output]
+        of_loss = [None if i in self._beside else x for i, x in zip(self.wanted, differentiable, strict=True)]
+        tensors: list[Any] = list(LossStep.apply(self, args, apart, *of_loss))
+        step = next(x.grad_fn for x in tensors if x.grad_fn is not None)
+        others = ApartStep.apply(step, apart, *[tensors[p] for p in apart], *differentiable)
+        for position, x in zip(apart, others, strict=True):
+            tensors[position] = x
+        return tensors
 
     def run_loss(
         self, args: Sequence[Any]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._dynamo import graph_break
 
@@ -179,3 +180,48 @@ def test_weights_changed_without_gradients(inside, verify):
     for got, expected in zip(teacher.parameters(), wanted, strict=True):
         torch.testing.assert_close(got.detach(), expected)
     assert graphs and not reasons
+
+
+def beside_the_loss(a, b):
+    """What the second output comes from was changed in place, so that eager cannot derive by it; nobody does."""
+    peaks = b.amax(-1)
+    peaks[..., :2] = peaks[..., 1:3].clone()
+    graph_break()
+    return a.sum(), F.selu(peaks * 2)
+
+
+def kept_beside_the_loss(a, b):
+    changed = b.sin().sum(-1)
+    graph_break()
+    return a.sum() * 2, F.selu(changed * 2)
+
+
+@pytest.mark.parametrize("placement", ["onnxruntime", "torch"])
+def test_outputs_beside_a_loss(placement):
+    """They have gradients of their own, and are visited by nobody who asks for those of the loss alone."""
+
+    def run(function, wanted, seed):
+        generator = torch.Generator().manual_seed(seed)
+        leaves = [torch.randn(6, 3, 4, generator=generator, requires_grad=True) for _ in range(2)]
+        loss, other = function(leaves[0] * 2, leaves[1].exp())
+        if "loss" in wanted:
+            loss.backward(retain_graph="other" in wanted)
+        if "other" in wanted:
+            other.sum().backward()
+        if "again" in wanted:
+            (gradient,) = torch.autograd.grad(other.sum(), leaves[1], create_graph=True)
+            gradient.square().sum().backward()
+        if "both" in wanted:
+            (loss + other.sum()).backward()
+        return [loss, other, *[x.grad for x in leaves]]
+
+    runs = [(beside_the_loss, ("loss",))]
+    runs += [(kept_beside_the_loss, w) for w in (("loss",), ("other",), ("loss", "other"), ("both",), ("again",))]
+    for step, wanted in runs:
+        torch._dynamo.reset()
+        compiled = torch.compile(step, backend="lightning_ort", options={"verify": False, "placement": placement})
+        for seed in range(3):
+            for got, expected in zip(run(compiled, wanted, seed), run(step, wanted, seed), strict=True):
+                assert (got is None) == (expected is None), (wanted, got, expected)
+                if expected is not None:
+                    torch.testing.assert_close(got, expected)
