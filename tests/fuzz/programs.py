@@ -73,9 +73,10 @@ def check(
         ours = run(program, compiled, copy.deepcopy(before), case, number)
         where = f"call {number}, {case}, {options}"
         if isinstance(theirs, Exception):
-            if not isinstance(ours, Exception) and _raises(
-                _without_unused(program), copy.deepcopy(before), case, number
-            ):
+            # of no rows, dropout is its input itself, and must not be written if that is a leaf
+            is_input = case.batch == 0 and "a leaf Variable" in str(theirs)
+            missed = not isinstance(ours, Exception) and not is_input
+            if missed and _raises(_without_unused(program), copy.deepcopy(before), case, number):
                 return Failure("no error", f"{where}: eager raises {type(theirs).__name__}: {theirs}", program)
             state = before
             continue
@@ -129,8 +130,11 @@ def _noise(
     """What rounding does to each result: the largest change by disturbances of the last digit; ``None``: anything."""
     noise: dict[str, torch.Tensor | None] = {n: torch.zeros_like(t, dtype=torch.float64) for n, t in theirs.items()}
     eps = torch.finfo(program.dtype).eps
-    for factor in (1.0, 1.7, 2.3, 3.1, 4.3):
+    for factor in (0.0, 1.0, 1.7, 2.3, 3.1, 4.3):
+        # kernels differ in whether they make numbers that the format can only just hold, or zeros
+        torch.set_flush_denormal(factor == 0.0)
         other = run(program, function, copy.deepcopy(before), case, number, disturb=factor * eps)
+        torch.set_flush_denormal(False)
         for name, largest in noise.items():
             if isinstance(other, Exception) or name not in other or other[name].shape != theirs[name].shape:
                 noise[name] = None

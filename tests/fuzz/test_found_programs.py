@@ -114,6 +114,23 @@ FOUND = {
         """,
         [Case(6), Case(5)],
     ),
+    "padding of what padding has emptied": (
+        """
+        t0 = F.pad(x.prod(-1), (-1, 1)) + y.sum()
+        t1 = F.pad(y, (1, -1, -1, 1)) + F.pad(x, (0, 0, 2, -1))[:1].sum()
+        t2 = F.pad(image, (-2, -1, 1, -1)).tanh()
+        t3 = (t0 * 0.3).tanh().sum() + (t1 * 0.3).tanh().sum() + t2.square().mean() + F.pad(x, (-2, -1)).sum()
+        """,
+        [Case(6), Case(1), Case(5)],
+    ),
+    "probabilities that vanish": (
+        """
+        t0 = (x * 1e5).masked_fill(x.detach() > x.detach().amax(-1, keepdim=True) - 0.1, -1.0).softmax(-1)
+        t1 = torch.count_nonzero(t0, dim=0).to(t0.dtype) + torch.exp2(y.detach() * 1e6).count_nonzero()
+        t3 = (t1 * 0.3).sum() + t0.square().sum() + y.mean()
+        """,
+        [Case(6), Case(5), Case(1), Case(4, "large")],
+    ),
     "products over an open size": (
         """
         t0 = x.T.prod(-1)

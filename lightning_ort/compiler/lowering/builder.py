@@ -280,11 +280,31 @@ class GraphBuilder:
         """``value`` of that rank padded in its dimensions from ``first`` on; negative amounts cut away.
 
         The amounts are written for every dimension, not with ``axes``: ONNX Runtime 1.19 misreads those when it
-        moves a transposition past the padding.
+        moves a transposition past the padding. Known amounts to cut are cut first: it reads past the end where that
+        leaves nothing to be padded.
         """
         last = rank - first - len(before)
+        if mode == "constant":
+            cut, before, after = self._cut(value, first, before, after)
+            if cut is not value and not any(not isinstance(d, int) or d for d in (*before, *after)):
+                return cut
+            value = cut
         full = [[0] * first + list(amounts) + [0] * last for amounts in (before, after)]
         return self.op("Pad", value, self.dims(full[0] + full[1]), fill, mode=mode)
+
+    def _cut(
+        self, value: ir.Value, first: int, before: Sequence[Dim | ir.Value], after: Sequence[Dim | ir.Value]
+    ) -> tuple[ir.Value, list[Dim | ir.Value], list[Dim | ir.Value]]:
+        """``value`` without what negative amounts cut away, and the other amounts, with zeros in their place."""
+        known = [[d if isinstance(d, int) else 0 for d in amounts] for amounts in (before, after)]
+        cut = [i for i, pair in enumerate(zip(*known, strict=True)) if min(pair) < 0]
+        if cut:
+            starts = [max(0, -known[0][i]) for i in cut]
+            ends = [min(0, known[1][i]) or np.iinfo(np.int64).max for i in cut]
+            axes = [first + i for i in cut]
+            value = self.op("Slice", value, self.ints(starts), self.ints(ends), self.ints(axes))
+        rest = [[max(0, d) if isinstance(d, int) else d for d in amounts] for amounts in (before, after)]
+        return value, rest[0], rest[1]
 
     def _initializer(self, array: np.ndarray, name: str) -> ir.Value:
         value = ir.Value(

@@ -150,7 +150,7 @@ def log10(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
 @lowers(aten.exp2.default)
 def exp2(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
     dtype = dtype_of(node)
-    return g.op("Exp", g.op("Mul", g.operand(x, dtype), g.constant(math.log(2), dtype)))
+    return exponential(g, g.op("Mul", g.operand(x, dtype), g.constant(math.log(2), dtype)), dtype)
 
 
 @lowers(aten.log1p.default)

@@ -10,6 +10,7 @@ from torch import fx
 
 from lightning_ort.compiler.lowering.bounds import unwrapped
 from lightning_ort.compiler.lowering.builder import Dim, GraphBuilder, dtype_of, rank_of, shape_of
+from lightning_ort.compiler.lowering.elementwise import exponential
 from lightning_ort.compiler.lowering.registry import lowers
 from lightning_ort.compiler.lowering.sums import summed
 
@@ -131,7 +132,7 @@ def log_softmax_backward(g: GraphBuilder, node: fx.Node, grad: fx.Node, out: fx.
     then: 1 is taken from the probability of the right class.
     """
     kind, rank = dtype_of(out), rank_of(out)
-    probabilities = g.op("Exp", g.value(out))
+    probabilities = exponential(g, g.value(out), kind)
     if _is_nll_gradient(g, grad, out, dim):
         incoming, x, target, weight, reduction, ignore_index, _ = grad.args
         targets = _Targets(g, x, target, weight, ignore_index)
