@@ -39,7 +39,9 @@ class EagerGraph:
         outputs = [r.meta.get("example_value") if isinstance(r, fx.Node) else r for r in results]
         of_inputs, of_outputs = _by_storage(inputs), _by_storage(outputs)
         # what computed an input lies before the region
-        sources = {x.grad_fn: i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.grad_fn is not None}
+        sources = {
+            f: i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and (f := _function_of(x)) is not None
+        }
         leaves = {id(x): i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.is_leaf}
         saved, saved_outputs, reached, used = {}, {}, {}, {}
         functions: dict[Any, int] = {}
@@ -48,7 +50,7 @@ class EagerGraph:
             kept: set[int] = set()
             ends: set[int] = set()
             keeping: set[int] = set()
-            pending, seen = [outputs[output].grad_fn], set()
+            pending, seen = [_function_of(outputs[output])], set()
             unknown = pending == [None]
             while pending:
                 function = pending.pop()
@@ -82,14 +84,22 @@ def _resizing(region: fx.GraphModule) -> set[Any]:
     for node in region.graph.nodes:
         if "interpolate" not in (name := str(node.target)) and "upsample" not in name:
             continue
-        before = {s.meta["example_value"].grad_fn for s in node.all_input_nodes if _is_tensor(s)}
-        pending = [node.meta["example_value"].grad_fn] if _is_tensor(node) else []
+        before = {_function_of(s.meta["example_value"]) for s in node.all_input_nodes if _is_tensor(s)}
+        pending = [_function_of(node.meta["example_value"])] if _is_tensor(node) else []
         while pending:
             function = pending.pop()
             if function is not None and function not in found and function not in before:
                 found.add(function)
                 pending += [source for source, _ in function.next_functions]
     return found
+
+
+def _function_of(tensor: torch.Tensor) -> Any:
+    """What computed ``tensor``; ``None`` also for one of several views, whose base has changed: it has no gradient."""
+    try:
+        return tensor.grad_fn
+    except RuntimeError:
+        return None
 
 
 def _is_tensor(node: fx.Node) -> bool:

@@ -175,7 +175,7 @@ class Region:
             reached = frozenset[int]().union(*self._compilation.keeping.eager.reached.values())
             self._edges = [i if i in reached else None for i in self.wanted]
             of_loss = self._compilation.keeping.eager.reached[self.loss_output] if self._loss is not None else reached
-            self._beside = frozenset(reached - of_loss)
+            self._beside = reached.intersection(self.wanted) - of_loss
         self._changed = self.first_run.changed = [i for i, _ in executable.updates]
         self.has_draws = executable.has_draws
         self._layout.learn(executable)

@@ -131,6 +131,14 @@ FOUND = {
         """,
         [Case(6), Case(5), Case(1), Case(4, "large")],
     ),
+    "the sign of a sum that is zero": (
+        """
+        t0 = torch.copysign(y, (x * 0.0).abs().neg().sum())
+        t1 = torch.copysign(x, (x * 0.0).abs().neg().mean(-1, keepdim=True))
+        t3 = (t0 * 0.3).tanh().sum() + t1.sum() * torch.signbit((y * 0.0).abs().neg().sum())
+        """,
+        [Case(6), Case(5), Case(1), Case(4, "zeros")],
+    ),
     "products over an open size": (
         """
         t0 = x.T.prod(-1)

@@ -70,10 +70,16 @@ def wrapping_positions(g: GraphBuilder, indices: Sequence[fx.Node], sizes: Seque
     return [g.operand(index, torch.int64) for index in indices]
 
 
-def _is_not_negative(node: Any) -> bool:
-    """Whether the integers of ``node`` are at least 0 by the way they are made."""
+def behind_views(node: Any) -> Any:
+    """What made the elements of ``node``, which views have only put in another order."""
     while isinstance(node, fx.Node) and node.target in _VIEWS:
         node = node.args[0]
+    return node
+
+
+def _is_not_negative(node: Any) -> bool:
+    """Whether the integers of ``node`` are at least 0 by the way they are made."""
+    node = behind_views(node)
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return False
     if node.target is operator.getitem:

@@ -9,6 +9,7 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
+from lightning_ort.compiler.lowering.bounds import behind_views
 from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, rank_of, shape_of
 from lightning_ort.compiler.lowering.elementwise import (
     common_dtype,
@@ -126,10 +127,20 @@ def isinf(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
     return g.op("Equal", g.op("Abs", g.value(x)), g.constant(math.inf, dtype_of(x)))
 
 
-def sign_is_negative(g: GraphBuilder, value: ir.Value, dtype: torch.dtype) -> ir.Value:
-    """Whether the sign bit is set, also that of -0.0, whose reciprocal shows it."""
+_SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim}
+
+
+def sign_is_negative(g: GraphBuilder, value: ir.Value, dtype: torch.dtype, node: Any = None) -> ir.Value:
+    """Whether the sign bit is set, also that of -0.0, whose reciprocal shows it.
+
+    Args:
+        g: where it is written.
+        value: the numbers.
+        dtype: of ``value``.
+        node: where it comes from, if that is known. A sum is never -0.0 in torch, but -0.0 and -0.0 make -0.0 in ONNX.
+    """
     zero = g.constant(0, dtype)
-    if not dtype.is_floating_point:
+    if not dtype.is_floating_point or (isinstance(node, fx.Node) and behind_views(node).target in _SUMS):
         return g.op("Less", value, zero)
     is_zero = g.op("Equal", value, zero)
     return g.op("Less", g.op("Where", is_zero, g.op("Reciprocal", value), value), zero)
@@ -138,7 +149,7 @@ def sign_is_negative(g: GraphBuilder, value: ir.Value, dtype: torch.dtype) -> ir
 @lowers(aten.signbit.default)
 def signbit(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
     dtype = ordered_dtype(dtype_of(x))
-    return sign_is_negative(g, g.operand(x, dtype), dtype)
+    return sign_is_negative(g, g.operand(x, dtype), dtype, x)
 
 
 @lowers(aten.copysign.Tensor, aten.copysign.Scalar)
@@ -146,7 +157,7 @@ def copysign(g: GraphBuilder, node: fx.Node, a: Any, b: Any) -> ir.Value:
     dtype = dtype_of(node)
     x, y = operands(g, node, dtype, a, b)
     size = g.op("Abs", x)
-    return g.op("Where", sign_is_negative(g, y, dtype), g.op("Neg", size), size)
+    return g.op("Where", sign_is_negative(g, y, dtype, b), g.op("Neg", size), size)
 
 
 @lowers(aten._assert_async.msg, aten._assert_async.default, aten._functional_assert_async.msg)
