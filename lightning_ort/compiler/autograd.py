@@ -185,6 +185,8 @@ class PairStep(torch.autograd.Function):
         region: Region = ctx.region
         pair: Pair = ctx.pair
         if not arrived:
+            # autograd, on its way to others, lets go of saved tensors here as well
+            ctx.in_torch |= not torch._C._autograd._get_current_graph_task_keep_graph()
             return (None, None, None, *([None] * len(region.wanted)))
         kept, keeps = _take_kept(ctx, arrived)
         in_torch = ctx.in_torch

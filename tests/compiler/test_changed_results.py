@@ -233,3 +233,25 @@ def test_outputs_beside_a_loss(placement):
                 assert (got is None) == (expected is None), (wanted, got, expected)
                 if expected is not None:
                     torch.testing.assert_close(got, expected)
+
+
+def test_visited_without_a_gradient():
+    """Autograd lets go of what a run has saved on its way to others; gradients that arrive later are eager's."""
+
+    def step(a, b):
+        gate = (a.square() + 0.5).rsqrt()
+        graph_break()
+        return (b.abs() + 0.2) ** 0.75, gate * 2
+
+    def run(function):
+        a, b = torch.linspace(-1, 1, 6, requires_grad=True), torch.linspace(2, 3, 6, requires_grad=True)
+        one, other = function(a, b)
+        unused = torch.stack([one.detach(), one])[0].sum()  # leads to the region, and brings it nothing
+        (unused + a.sum()).backward()
+        other.sum().backward()
+        return [a.grad, b.grad]
+
+    compiled = torch.compile(step, backend=ORTBackend(verify=False))
+    for _ in range(2):
+        for got, expected in zip(run(compiled), run(step), strict=True):
+            torch.testing.assert_close(got, expected)

@@ -146,6 +146,13 @@ _APPROXIMATED = frozenset([
 """Functions whose last digit is up to who computes them."""
 
 
+_ROUNDED = frozenset([
+    "_fused_rms_norm", "addmm", "bmm", "div", "dot", "linalg_vector_norm", "mean", "mm", "mul", "mv",
+    "native_batch_norm", "native_group_norm", "native_layer_norm", "std", "sum", "var",
+])  # fmt: skip
+"""Functions whose formula others may write in another order; integers come out exactly all the same."""
+
+
 class _Approximated(TorchDispatchMode):
     """While entered, functions that are computed by approximation are off by a relative error of about ``size``."""
 
@@ -155,10 +162,15 @@ class _Approximated(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func._schema.name.removeprefix("aten::") in _APPROXIMATED and result.is_floating_point():
-            noise = torch.randn(result.shape, generator=self._generator, dtype=torch.float64)
-            return result * (1 + self._size * noise).to(result.dtype)
-        return result
+        name = func._schema.name.removeprefix("aten::")
+        if name not in _APPROXIMATED | _ROUNDED:
+            return result
+        first, *others = result if isinstance(result, tuple) else (result,)
+        if first.is_floating_point():
+            noise = torch.randn(first.shape, generator=self._generator, dtype=torch.float64)
+            rounded = first * (1 + self._size * noise).to(first.dtype)
+            first = torch.where(first == first.round(), first, rounded) if name in _ROUNDED else rounded
+        return (first, *others) if isinstance(result, tuple) else first
 
 
 class _OtherKernels(TorchDispatchMode):
