@@ -9,7 +9,10 @@ from lightning_ort.files.cache import Cache, cache_folder
 
 __all__ = ["cache"]
 
-_KINDS = {"choices": "graphs of which it is known who runs them fastest"}
+_KINDS = {
+    "choices": "graphs of which it is known who runs them fastest",
+    "sizes": "kinds of batches of which it is known which sizes change",
+}
 
 
 def cache(arguments: Sequence[str] = ()) -> int:

@@ -24,7 +24,7 @@ from lightning_ort.files.cache import Cache
 from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.runtime.memory import release_free_memory
 
-__all__ = ["MEMORY", "Choice", "Contest", "Key", "Memory", "measures", "race"]
+__all__ = ["MEMORY", "Choice", "Contest", "Key", "Memory", "learns", "measures", "race"]
 
 _EXECUTORS = {"onnxruntime", "torch", "inductor", "eager"}
 
@@ -74,9 +74,14 @@ def measures(config: RuntimeConfig, device: torch.device) -> bool:
         and config.measure
         and config.on_session is None  # who looks at sessions wants them
         and device.type == "cpu"
-        and not torch.are_deterministic_algorithms_enabled()
-        and os.environ.get("LIGHTNING_ORT_MEASURE", "1") != "0"
+        and learns()
     )
+
+
+def learns() -> bool:
+    """Whether what is compiled may follow from what was found on this machine, and not from the program alone."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return not deterministic and os.environ.get("LIGHTNING_ORT_MEASURE", "1") != "0"
 
 
 def race(

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from torch import fx
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.callback import callback_handler
 
 from lightning_ort.report import GraphBreak, InTorch, StepReport
 
-__all__ = ["DYNAMO_SETTINGS", "DynamoObserver", "no_fast_path", "with_own_code"]
+__all__ = ["DYNAMO_SETTINGS", "DynamoObserver", "OpenResults", "marked_open", "no_fast_path", "with_own_code"]
 
 DYNAMO_SETTINGS = {
     # a counter attribute would otherwise be compiled for each of its values
@@ -41,6 +42,69 @@ def no_fast_path() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+_OPEN = "_dynamo_propagated_dynamic_indices"
+"""Where Dynamo looks for sizes of a tensor that may change.
+
+Private: what ``torch._dynamo.maybe_mark_dynamic`` writes is guarded, so that a function compiled for a tensor without
+it, in another step say, is compiled once more. A torch that does not know this name compiles for sizes as they are,
+and again when they change.
+"""
+
+
+_marked: list[torch.Tensor] | None = None
+"""while sizes are marked: the tensors with marks"""
+
+
+@contextlib.contextmanager
+def marked_open(sizes: Sequence[tuple[torch.Tensor, int]]) -> Iterator[None]:
+    """What is compiled meanwhile has these sizes open, and those that follow from them behind graph breaks, if it can.
+
+    Args:
+        sizes: tensors and numbers of dimensions; all marks are gone in the end.
+    """
+    global _marked
+    outer, _marked = _marked, []
+    for x, dim in sizes:
+        _mark(x, {dim})
+    try:
+        yield
+    finally:
+        for x in _marked:
+            x.__dict__.pop(_OPEN, None)
+        _marked = outer
+
+
+def _mark(tensor: torch.Tensor, dims: set[int]) -> None:
+    if _marked is not None:
+        tensor.__dict__[_OPEN] = tensor.__dict__.get(_OPEN, set()) | dims
+        _marked.append(tensor)
+
+
+class OpenResults:
+    """Marks the sizes of results that are open in a graph, for the graph that follows, the first time it runs.
+
+    Args:
+        graph: Dynamo's.
+    """
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        self._dims: list[tuple[int, set[int]]] = []
+        if _marked is None:
+            return
+        for i, result in enumerate(graph.graph.output_node().args[0]):
+            value = result.meta.get("example_value") if isinstance(result, fx.Node) else None
+            if isinstance(value, torch.Tensor):
+                dims = {dim for dim, size in enumerate(value.shape) if isinstance(size, torch.SymInt)}
+                self._dims += [(i, dims)] if dims else []
+
+    def mark(self, results: Sequence[Any]) -> None:
+        """Mark ``results``, once."""
+        dims, self._dims = self._dims, []
+        for i, of_result in dims:
+            if isinstance(results[i], torch.Tensor):
+                _mark(results[i], of_result)
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:

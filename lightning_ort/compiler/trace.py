@@ -84,8 +84,15 @@ def fake_inputs(region: fx.GraphModule, example_inputs: Sequence[Any]) -> list[A
             # a Python float arrives as a tensor; its source tells the mode to give it a symbolic value
             source = getattr(symbolic, "tensor_source", None) or getattr(placeholder, "_dynamo_source", None)
             x = mode.from_tensor(x, symbolic_context=symbolic, source=source)
+            known = placeholder.meta.get("example_value")
+            if isinstance(known, torch.Tensor) and _open_sizes(known) != _open_sizes(x):
+                x = known  # a gradient, whose open sizes Dynamo has noted with the tensor it belongs to
         fakes.append(x)
     return fakes
+
+
+def _open_sizes(x: torch.Tensor) -> list[int]:
+    return [dim for dim, size in enumerate(x.shape) if isinstance(size, torch.SymInt)]
 
 
 def trace(

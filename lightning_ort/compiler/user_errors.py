@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from lightning_ort.compiler.dynamo import OpenResults
 from lightning_ort.compiler.global_state import Surroundings, drawing_as_traced
 from lightning_ort.compiler.reference import ForkedRNG
 from lightning_ort.errors import CompilationError, RefusedValueError
@@ -38,10 +39,15 @@ class Located:
     def __init__(self, graph: fx.GraphModule, run: Callable[..., Any], device: torch.device) -> None:
         self._graph, self._run, self._device = graph, run, device
         self._surroundings = Surroundings.present()
+        self._open: OpenResults | None = OpenResults(graph)
 
     def __call__(self, *args: Any) -> Any:
         try:
-            return self._run(*args)
+            results = self._run(*args)
+            if self._open is not None:
+                self._open.mark(results)
+                self._open = None
+            return results
         except CompilationError:
             raise  # not the user's
         except Exception as error:

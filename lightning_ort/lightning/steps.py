@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
@@ -24,6 +25,7 @@ from lightning_ort.compiler.executors.executable import Account
 from lightning_ort.compiler.plan import Fallback
 from lightning_ort.lightning.growing_lists import GrowingLists, appended_attributes
 from lightning_ort.lightning.logged import LogRecorder, logged_so_far, results_stay
+from lightning_ort.lightning.open_sizes import OpenSizes
 from lightning_ort.report import InTorch, Report, StepReport
 
 __all__ = ["CompiledSteps"]
@@ -33,6 +35,9 @@ _OUTSIDE = (
     "all_gather", "clip_gradients", "configure_gradient_clipping", "lr_scheduler_step", "lr_schedulers",
     "manual_backward", "optimizers", "print", "toggle_optimizer", "untoggle_optimizer", "toggled_optimizer",
 )  # fmt: skip
+_BEGINNING = 3
+"""calls of a step in which much is compiled: for the first batch, and for the first ones that are other"""
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 _METRIC_METHODS = ("forward", "compute", "reset", "clone")
 
 
@@ -69,6 +74,9 @@ class CompiledSteps:
         self._optimizer_patches: dict[int, tuple[Any, Namespace]] = {}
         self._compiled: dict[str, Callable[..., Any]] = {}
         self._lists = GrowingLists(module.__dict__)
+        self._open_sizes = OpenSizes(module)
+        self._begun: Counter[tuple[str, bool]] = Counter()
+        self._trainer: Trainer | None = None
 
     def install(self) -> None:
         """Prepare Dynamo; :meth:`remove` takes it back, and must be called in between."""
@@ -85,11 +93,15 @@ class CompiledSteps:
 
     def __call__(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call the module's step function ``name``."""
-        compiled = self._compiled.get(name)
+        compiled, sizes = self._compiled.get(name), _NOTHING
+        mode = name, torch.is_inference_mode_enabled()  # data made in that mode are compiled for anew
+        if self._begun[mode] < _BEGINNING:
+            sizes = self._open_sizes.expecting(name, (args, kwargs), self._trainer)
+            self._begun[mode] += 1
         if compiled is None:
             method = self._uncompiled.get(name) or getattr(self.module, name)
             self._lists.expect(appended_attributes(type(self.module), method))
-            # dynamic=None: sizes become symbolic once they have changed
+            # dynamic=None: other sizes become symbolic once they have changed
             compiled = self._compiled[name] = torch.compile(with_own_code(method), backend=self._backend)
         outer, self._running = self._running, self.report.step(name)
         self._running.calls += 1
@@ -98,7 +110,7 @@ class CompiledSteps:
         self._lists.place()
         patches = [*self._patches, *self._trainer_patches, *map(self._optimizer_patch, self._optimizers)]
         try:
-            with _Patched(patches):
+            with _Patched(patches), sizes:
                 result = compiled(*args, **kwargs)
         except BaseException:
             self._recorder.discard()
@@ -110,12 +122,14 @@ class CompiledSteps:
             self._lists.remove()
             if self._observer.compilations != compilations:
                 self._observer.collect()
+                self._open_sizes.note(name, (args, kwargs))
             self._running = outer
         self._recorder.flush()
         return result
 
     def set_trainer(self, trainer: Trainer) -> None:
         """The Trainer that the module is trained by, whose metrics a step may read."""
+        self._trainer = trainer
         self._trainer_patches = [
             (trainer.__dict__, {"_logger_connector": logged_so_far(trainer._logger_connector, self._recorder)})
         ]

@@ -9,6 +9,7 @@ from torch import nn
 
 import lightning_ort
 from lightning_ort.compiler import ORTBackend
+from lightning_ort.compiler.dynamo import marked_open
 from lightning_ort.compiler.executors.executable import Executable
 from lightning_ort.compiler.plan import Plan
 from lightning_ort.runtime.config import RuntimeConfig
@@ -333,3 +334,18 @@ def test_provider_options_must_match():
         step = Recorder(config=RuntimeConfig(["CPUExecutionProvider"], wrong)).compile(torch.sin)
         with pytest.raises(lightning_ort.ProviderError, match="provider_options"):
             step(torch.randn(3))
+
+
+def test_gradients_of_open_sizes():
+    """A gradient that a step reads has the open sizes of the tensor it belongs to."""
+
+    def step(x):
+        x = x.clone().requires_grad_()
+        x.square().sum().backward()
+        return x.grad.abs().mean() * 2
+
+    compiled = torch.compile(step, backend=ORTBackend())
+    for rows in (6, 3, 8):
+        x = torch.randn(rows, 4)
+        with marked_open([(x, 0)]):
+            torch.testing.assert_close(compiled(x), step(x))

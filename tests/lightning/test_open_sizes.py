@@ -1,0 +1,199 @@
+"""Sizes that change are open in the first graph of a step, where a loader, another step or an earlier run tells."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import UserDict
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from modules import TextClassifier, sentences
+from parity import assert_same_state, fit, make_trainer, state_of
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+
+from lightning_ort.lightning.open_sizes import smaller_at_the_end
+
+
+def rows(n: int, batch_size: int = 8, **settings) -> DataLoader:
+    generator = torch.Generator().manual_seed(n)
+    data = TensorDataset(torch.randn(n, 4, generator=generator), torch.randn(n, 1, generator=generator))
+    return DataLoader(data, batch_size=batch_size, **settings)
+
+
+class Net(LightningModule):
+    """A linear model with all steps, whose training step leaves the graph in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def training_step(self, batch, batch_idx):
+        hidden = self.a(batch[0]).tanh()
+        torch._dynamo.graph_break()
+        loss = nn.functional.mse_loss(self.b(hidden), batch[1])
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", nn.functional.mse_loss(self.b(self.a(batch[0]).tanh()), batch[1]))
+
+    def predict_step(self, batch, batch_idx):
+        return self.b(self.a(batch[0]).tanh())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Attributes(Callback):
+    """What hangs at the tensors of batches when their step is over."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.names |= {name for x in [*batch, outputs["loss"]] for name in x.__dict__}
+
+
+def reports(trainer: Trainer) -> dict[str, tuple[int, int]]:
+    """Per step, graphs and recompilations."""
+    report = trainer.strategy.report()
+    return {name: (report[name].graphs, len(report[name].recompilations)) for name in report}
+
+
+def test_last_batches_that_are_smaller():
+    """The loader tells; the graphs on each side of a graph break serve all batches, and nothing is left at tensors."""
+    attributes = Attributes()
+    ours = fit(Net, lambda: rows(20), lambda: rows(13), max_epochs=3, callbacks=lambda: [attributes])
+    theirs = fit(Net, lambda: rows(20), lambda: rows(13), max_epochs=3, strategy="auto")
+    assert_same_state(state_of(theirs.module), state_of(ours.module))
+    ours.trainer.predict(ours.module, rows(21))
+    assert reports(ours.trainer) == {"training_step": (3, 0), "validation_step": (1, 0), "predict_step": (1, 0)}
+    assert not attributes.names
+
+
+def test_what_validation_has_seen():
+    """Two batches of another length in the sanity check, and training has open lengths from its first batch on."""
+    run = fit(TextClassifier, sentences, lambda: sentences(n=35), max_epochs=1)
+    assert reports(run.trainer) == {"training_step": (1, 0), "validation_step": (2, 1)}
+
+
+def test_what_an_earlier_run_has_seen(monkeypatch, tmp_path):
+    monkeypatch.setenv("LIGHTNING_ORT_MEASURE", "1")
+    monkeypatch.setenv("LIGHTNING_ORT_CACHE_DIR", str(tmp_path))
+    first = fit(TextClassifier, lambda: sentences(n=32), max_epochs=1)
+    assert reports(first.trainer) == {"training_step": (2, 1)}
+    again = fit(TextClassifier, lambda: sentences(n=32), max_epochs=1)
+    assert reports(again.trainer) == {"training_step": (1, 0)}
+    assert_same_state(state_of(first.module), state_of(again.module))
+    # no two runs may differ, whatever is in a cache
+    fixed = fit(TextClassifier, lambda: sentences(n=32), max_epochs=1, deterministic=True)
+    torch.use_deterministic_algorithms(False)
+    assert reports(fixed.trainer) == {"training_step": (2, 1)}
+    for entry in (tmp_path / "sizes").iterdir():
+        entry.write_text('{"version": "0", "sizes": [[null]]}')
+    assert reports(fit(TextClassifier, lambda: sentences(n=32), max_epochs=1).trainer) == {"training_step": (2, 1)}
+
+
+def test_equal_batches_stay_closed():
+    """Where all batches are equal, a graph has the numbers in it, which leaves more to its compiler."""
+    sizes = []
+
+    class Noting(Net):
+        def training_step(self, batch, batch_idx):
+            loss = nn.functional.mse_loss(self.b(self.a(batch[0]).tanh()), batch[1])
+            note(batch[0].shape)
+            return loss
+
+    @torch.compiler.assume_constant_result
+    def note(shape):
+        sizes.append([isinstance(n, int) for n in shape])
+
+    run = fit(Noting, lambda: rows(24), max_epochs=2)
+    assert reports(run.trainer) == {"training_step": (1, 0)}
+    assert all(all(row) for row in sizes)
+
+
+def loader_of(what: str):
+    if what == "iterable":
+
+        class Stream(IterableDataset):
+            def __iter__(self):
+                return iter(torch.randn(20, 4))
+
+        return DataLoader(Stream(), batch_size=8)
+    if what == "own sampler":
+        data = TensorDataset(torch.randn(20, 4))
+        return DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 8, drop_last=False))
+    return {
+        "smaller": lambda: rows(20),
+        "equal": lambda: rows(24),
+        "dropped": lambda: rows(20, drop_last=True),
+        "one batch": lambda: rows(5),
+        "several": lambda: {"a": rows(20), "b": [rows(11, 4)]},
+        "a list": lambda: [torch.randn(2, 4)],
+    }[what]()
+
+
+@pytest.mark.parametrize(
+    ("what", "limit", "expected"),
+    [
+        ("smaller", 1.0, {8}),
+        ("smaller", 2, set()),
+        ("smaller", 3, {8}),
+        ("smaller", 0.5, set()),
+        ("equal", 1.0, set()),
+        ("dropped", 1.0, set()),
+        ("one batch", 1.0, set()),
+        ("several", 1.0, {8, 4}),
+        ("own sampler", 1.0, {8}),
+        ("iterable", 1.0, None),
+        ("a list", 1.0, None),
+    ],
+)
+def test_what_loaders_tell(what, limit, expected):
+    class Module(LightningModule):
+        found = None
+
+        def training_step(self, batch, batch_idx):
+            self.found = smaller_at_the_end(self.trainer, "training_step")
+            return self.w.sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    module = Module()
+    module.w = nn.Parameter(torch.ones(2))
+    trainer = make_trainer("auto", max_epochs=1, limit_train_batches=limit)
+    trainer.fit(module, loader_of(what))
+    assert module.found == expected
+
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+    more: list
+
+
+@pytest.mark.parametrize(
+    "collate",
+    [
+        lambda x, y: {"x": x, "more": [y]},
+        lambda x, y: UserDict(x=x, more=(y,)),
+        lambda x, y: Batch(x, [y]),
+    ],
+    ids=["dict", "mapping", "dataclass"],
+)
+def test_kinds_of_batches(collate):
+    class Module(Net):
+        def training_step(self, batch, batch_idx):
+            x, more = (batch.x, batch.more) if isinstance(batch, Batch) else (batch["x"], batch["more"])
+            return nn.functional.mse_loss(self.b(self.a(x).tanh()), more[0])
+
+    def loader():
+        return rows(20, collate_fn=lambda rows: collate(*map(torch.stack, zip(*rows, strict=True))))
+
+    run = fit(Module, loader, max_epochs=2)
+    graphs, recompilations = reports(run.trainer)["training_step"]
+    assert (graphs, recompilations) == (1, 0)
