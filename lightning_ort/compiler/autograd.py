@@ -20,7 +20,7 @@ __all__ = ["ApartStep", "LossStep", "PairStep"]
 def _start(ctx: Any, region: Region) -> None:
     ctx.set_materialize_grads(False)
     ctx.region = region
-    ctx.used = frozenset()
+    ctx.used, ctx.used_before, ctx.used_by, ctx.apart = frozenset(), frozenset(), None, False
     ctx.rng = ForkedRNG.state(region.device) if region.has_draws else None
 
 
@@ -45,7 +45,9 @@ def _arrived(ctx: Any, incoming: Any) -> dict[int, torch.Tensor]:
     """
     arrived = {ctx.positions[p]: g for p, g in enumerate(incoming) if g is not None}
     if arrived:
-        if ctx.kept is None or not ctx.used.isdisjoint(ctx.kept.used_for(arrived)):
+        # two nodes of one run may be reached by one backward, whose number torch tells here alone
+        used = ctx.used_before if ctx.used_by == torch._C._current_graph_task_id() else ctx.used
+        if ctx.kept is None or not used.isdisjoint(ctx.kept.used_for(arrived)):
             raise RuntimeError(
                 "Trying to backward through the graph a second time (or directly access saved tensors after they have "
                 "already been freed). Specify retain_graph=True if you need to backward through the graph a second "
@@ -64,8 +66,11 @@ def _take_kept(ctx: Any, arrived: Collection[int]) -> tuple[Kept, bool]:
     kept: Kept = ctx.kept
     keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
     if not keeps:
+        task = torch._C._current_graph_task_id()
+        if ctx.used_by != task:
+            ctx.used_before, ctx.used_by = ctx.used, task
         ctx.used |= kept.used_for(arrived)
-        if all(not ctx.used.isdisjoint(kept.used_for([output])) for output in ctx.positions.values()):
+        if not ctx.apart and all(not ctx.used.isdisjoint(kept.used_for([output])) for output in ctx.positions.values()):
             ctx.kept = None
     return kept, keeps
 
@@ -81,7 +86,7 @@ class LossStep(torch.autograd.Function):
         ctx: Any, region: Region, args: Sequence[Any], apart: Sequence[int], *differentiable: torch.Tensor
     ) -> Any:
         _start(ctx, region)
-        ctx.loss = region.loss_output
+        ctx.loss, ctx.apart = region.loss_output, bool(apart)
         ctx.kept = region.keep(args)
         outputs, ctx.gradients, ctx.finite = region.run_loss(args)
         if ctx.finite is not None:

@@ -196,6 +196,14 @@ def kept_beside_the_loss(a, b):
     return a.sum() * 2, F.selu(changed * 2)
 
 
+def through_several(a, b):
+    """Gradients arrive at the loss and beside it in one backward, at two nodes of one run."""
+    changed = b.sin().sum(-1).round()
+    graph_break()
+    x = a.abs() + F.one_hot(changed.argmax(-1), 3).sum()
+    return x.log().mean(), (changed * 2 + x.exp().mean()).tanh()
+
+
 def one_of_several_views(a, b):
     """Eager refuses to say what made the second output, whose base has changed, and is not asked."""
     base = b.sin() * 2
@@ -223,7 +231,8 @@ def test_outputs_beside_a_loss(placement):
             (loss + other.sum()).backward()
         return [loss.detach(), other.detach(), *[x.grad for x in leaves]]
 
-    runs = [(beside_the_loss, ("loss",)), (one_of_several_views, ("loss",))]
+    runs = [(beside_the_loss, ("loss",)), (through_several, ("both",)), (through_several, ("loss", "other"))]
+    runs += [(one_of_several_views, ("loss",))]
     runs += [(kept_beside_the_loss, w) for w in (("loss",), ("other",), ("loss", "other"), ("both",), ("again",))]
     for step, wanted in runs:
         torch._dynamo.reset()
