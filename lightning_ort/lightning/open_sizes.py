@@ -38,7 +38,7 @@ class OpenSizes:
 
     def __init__(self, module: LightningModule) -> None:
         kind = type(module)
-        self._owner = f"{kind.__module__}.{kind.__qualname__}"
+        self._owner = f"{getattr(kind, '__module__', '')}.{kind.__qualname__}"
         self._cache = Cache("sizes")
         self._of_step: dict[str, dict[str, Sizes]] = {}
 
