@@ -103,7 +103,8 @@ class Compilation:
         native = executor != "onnxruntime"
         request = (derivative, list(differentiated), self._scaled, native, facts)
         # inductor wants fake values of its own time
-        key = None if executor == "inductor" else TraceKey.of(self._graph, self._fakes, self._surroundings, *request)
+        of = (self._graph, self._fakes, self._surroundings, *request)
+        key = None if executor == "inductor" else TraceKey.of(*of, gradients=derivative is not Derivative.NONE)
         traced = None if key is None else TRACES.get(key)
         spare = None
         if traced is None:

@@ -35,7 +35,7 @@ class TraceKey:
 
     @classmethod
     def of(
-        cls, graph: fx.GraphModule, fakes: Sequence[Any], surroundings: Surroundings, *request: Any
+        cls, graph: fx.GraphModule, fakes: Sequence[Any], surroundings: Surroundings, *request: Any, gradients: bool
     ) -> TraceKey | None:
         """The key of Dynamo's ``graph``, or ``None`` where not all is known that a trace would depend on.
 
@@ -44,16 +44,18 @@ class TraceKey:
             fakes: its inputs.
             surroundings: what it is computed under.
             request: what is asked for.
+            gradients: the trace has some. Without them, it is the same in inference mode, of data made in it, too:
+                validation in a fit and ``Trainer.validate`` share one.
         """
         targets: list[Any] = []
         try:
             code = _described_module(graph, targets)
-            inputs = _described_inputs(fakes)
+            inputs = _described_inputs(fakes, gradients=gradients)
         except _UnknownError:
             return None
         settings = (
             torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
+            gradients and torch.is_inference_mode_enabled(),
             torch.are_deterministic_algorithms_enabled(),
             torch.backends.mkldnn.enabled,
             torch.backends.cuda.flash_sdp_enabled(),
@@ -97,7 +99,7 @@ def _described_attribute(module: torch.nn.Module, path: str, targets: list[Any])
     return (*_geometry(value), str(value.tolist()))
 
 
-def _described_inputs(fakes: Sequence[Any]) -> Hashable:
+def _described_inputs(fakes: Sequence[Any], *, gradients: bool) -> Hashable:
     storages: dict[int, int] = {}
     rows: list[Hashable] = []
     for x in fakes:
@@ -107,9 +109,8 @@ def _described_inputs(fakes: Sequence[Any]) -> Hashable:
             storage = storages.setdefault(x.untyped_storage()._cdata, len(storages))
             number = getattr(x, "item_memo", None) is not None
             kind = isinstance(x, torch.nn.Parameter)
-            rows.append(
-                (*_geometry(x), storage, kind, number, x.requires_grad, x.is_conj(), x.is_neg(), x.is_inference())
-            )
+            inference = gradients and x.is_inference()
+            rows.append((*_geometry(x), storage, kind, number, x.requires_grad, x.is_conj(), x.is_neg(), inference))
         else:
             rows.append((type(x).__name__, str(x), *([x.node.hint] if hasattr(x, "node") else [])))
     return tuple(rows)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch import Trainer
+from modules import Classifier, TableData
 from networks import MLP
-from parity import fit
+from parity import assert_same_metrics, fit
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -230,6 +232,20 @@ def test_a_second_trainer_traces_nothing(traces):
     assert len(traces) == before
     for a, b in zip(first.module.parameters(), second.module.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_validation_in_a_fit_and_by_itself(traces):
+    """The latter is in inference mode: compiled again by Dynamo, whose graph is the same."""
+    run = fit(Classifier, datamodule=lambda: TableData(), strategy=ORTStrategy(print_report=False), max_epochs=1)
+    before, report = len(traces), run.trainer.strategy.report()
+    graphs = report["validation_step"].graphs
+    (found,) = run.trainer.validate(run.module, run.trainer.datamodule, verbose=False)
+    assert len(traces) == before
+    assert report["validation_step"].graphs == 2 * graphs
+    (expected,) = Trainer(logger=False, accelerator="cpu", enable_progress_bar=False).validate(
+        run.module, TableData(), verbose=False
+    )
+    assert_same_metrics(expected, found)
 
 
 def test_the_oldest_are_forgotten(monkeypatch):
