@@ -16,6 +16,7 @@ from torch import fx
 # Dynamo's own front-end pieces have no public form; this module is the only place that touches them.
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -85,14 +86,17 @@ def fake_inputs(region: fx.GraphModule, example_inputs: Sequence[Any]) -> list[A
             source = getattr(symbolic, "tensor_source", None) or getattr(placeholder, "_dynamo_source", None)
             x = mode.from_tensor(x, symbolic_context=symbolic, source=source)
             known = placeholder.meta.get("example_value")
-            if isinstance(known, torch.Tensor) and _open_sizes(known) != _open_sizes(x):
-                x = known  # a gradient, whose open sizes Dynamo has noted with the tensor it belongs to
+            if isinstance(known, FakeTensor) and _open_sizes(known) != _open_sizes(x):
+                # a gradient, whose open sizes Dynamo has noted with the tensor it belongs to
+                with mode:
+                    x = torch.empty_strided(known.shape, known.stride(), dtype=x.dtype, device=x.device)
         fakes.append(x)
     return fakes
 
 
 def _open_sizes(x: torch.Tensor) -> list[int]:
-    return [dim for dim, size in enumerate(x.shape) if isinstance(size, torch.SymInt)]
+    sizes = enumerate(x.shape)
+    return [dim for dim, size in sizes if isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None]
 
 
 def trace(

@@ -284,7 +284,7 @@ class GraphBuilder:
         leaves nothing to be padded.
         """
         last = rank - first - len(before)
-        if mode == "constant":
+        if mode == "constant" and len(before) == len(after):  # a vector that is computed may stand for several
             cut, before, after = self._cut(value, first, before, after)
             if cut is not value and not any(not isinstance(d, int) or d for d in (*before, *after)):
                 return cut
