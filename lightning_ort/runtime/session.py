@@ -168,7 +168,7 @@ class OrtSession:
 
     def shrink(self) -> None:
         """Have the next run on the CPU give back the memory that it needs for values between operators."""
-        self._shrinks = self._queue is None
+        self._shrinks = self._queue is None and self.inner.get_session_options().enable_cpu_mem_arena
 
     @property
     def has_run(self) -> bool:
