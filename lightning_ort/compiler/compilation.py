@@ -42,6 +42,16 @@ class Pair:
     general: bool = False
     """gradients were seen at more than a scalar loss"""
 
+    @property
+    def graphs(self) -> Sequence[Executable]:
+        """Both."""
+        return (self.forward, self.backward)
+
+    def rehearse(self, inputs: Sequence[Any], incoming: Sequence[torch.Tensor]) -> None:
+        """Run both for the time it takes, with the gradients ``incoming``."""
+        saved = self.saved(self.forward.run(inputs))
+        self.backward.run([*self.inputs(inputs, saved), *incoming])
+
     def saved(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What the backward graph reads of the results of the forward graph."""
         return [results[p].clone() if own else results[p] for p, own in self.own]

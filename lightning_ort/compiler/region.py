@@ -150,7 +150,7 @@ class Region:
         """Take into use for good."""
         self._take(unit)
         self._choice = choice or self._choice
-        first, *others = _executables(unit)
+        first, *others = unit.graphs
         first.milliseconds, first.choosing_seconds = {} if choice is None else choice.milliseconds, seconds
         for executable in (first, *others):
             self._on_chosen(executable)
@@ -193,7 +193,7 @@ class Region:
             eager = rehearsal(self.graph, args, incoming, self.wanted, changed=self._changed)
             found = contest.settle(
                 unit,
-                lambda other: _run_whole(other, inputs, tangents),
+                lambda other: other.rehearse(inputs, tangents),
                 eager,
                 _shrink,
                 eager_counts=self.scaling is None,
@@ -285,7 +285,7 @@ class Region:
         executable = self._loss
         results = self._execute(executable, args, {self.loss_output: None}, self._scale())
         finite = None if executable.finite is None else results[executable.finite]
-        return self._layout.unique(results), gradients_of(executable, results, self.wanted), finite
+        return self._layout.unique(results), executable.gradients_of(results, self.wanted), finite
 
     def _scale(self) -> torch.Tensor | None:
         """The scale of the loss, the last input of a graph that computes its gradients."""
@@ -332,7 +332,7 @@ class Region:
         keeping = self._compilation.keeping
         assert keeping is not None
         results = pair.backward.run([*inputs, *incoming])
-        found = gradients_of(pair.backward, results, self.wanted)
+        found = pair.backward.gradients_of(results, self.wanted)
         reached = frozenset[int]().union(*[keeping.eager.reached[output] for output in outputs])
         return [g if i in reached else None for i, g in zip(self.wanted, found, strict=True)]
 
@@ -397,32 +397,9 @@ class Region:
             )
 
 
-def _executables(unit: Executable | Pair) -> list[Executable]:
-    return [unit.forward, unit.backward] if isinstance(unit, Pair) else [unit]
-
-
 def _shrink(unit: Executable | Pair) -> None:
-    for executable in _executables(unit):
+    for executable in unit.graphs:
         executable.shrink()
-
-
-def _run_whole(unit: Executable | Pair, inputs: Sequence[Any], incoming: Sequence[torch.Tensor]) -> None:
-    """Run a unit, with gradients, for the time it takes."""
-    if isinstance(unit, Pair):
-        saved = unit.saved(unit.forward.run(inputs))
-        unit.backward.run([*unit.inputs(inputs, saved), *incoming])
-    else:
-        unit.run(inputs)
-
-
-def gradients_of(
-    executable: Executable, results: Sequence[torch.Tensor], wanted: Sequence[int]
-) -> list[torch.Tensor | None]:
-    """Gradients in the order of ``wanted``, each in memory of its own."""
-    if len(executable.gradients) == len(wanted) and not executable.shared:
-        return [results[p] for _, p in executable.gradients]
-    found = {i: results[p].clone() if i in executable.shared else results[p] for i, p in executable.gradients}
-    return [found.get(i) for i in wanted]
 
 
 def _uncounted(graph: fx.GraphModule) -> frozenset[int]:

@@ -143,3 +143,19 @@ class Executable(Account, ABC):
     def numbers(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Outputs that are Python numbers; 0 in the place of tensors."""
         return self._numbers(inputs)
+
+    def gradients_of(self, results: Sequence[torch.Tensor], wanted: Sequence[int]) -> list[torch.Tensor | None]:
+        """Gradients among the ``results`` of a run by the inputs ``wanted``, each in memory of its own."""
+        if len(self.gradients) == len(wanted) and not self.shared:
+            return [results[p] for _, p in self.gradients]
+        found = {i: results[p].clone() if i in self.shared else results[p] for i, p in self.gradients}
+        return [found.get(i) for i in wanted]
+
+    @property
+    def graphs(self) -> Sequence[Executable]:
+        """This one; see :attr:`Pair.graphs <lightning_ort.compiler.compilation.Pair.graphs>`."""
+        return (self,)
+
+    def rehearse(self, inputs: Sequence[Any], incoming: Sequence[torch.Tensor]) -> None:
+        """Run for the time it takes."""
+        self.run(inputs)
