@@ -18,6 +18,7 @@ from torch import fx
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.callback import callback_handler
 
+from lightning_ort.compiler.symbolic_shapes import open_dims
 from lightning_ort.report import GraphBreak, InTorch, StepReport
 
 __all__ = ["DYNAMO_SETTINGS", "DynamoObserver", "OpenResults", "marked_open", "no_fast_path", "with_own_code"]
@@ -83,28 +84,22 @@ def _mark(tensor: torch.Tensor, dims: set[int]) -> None:
 
 
 class OpenResults:
-    """Marks the sizes of results that are open in a graph, for the graph that follows, the first time it runs.
+    """Marks the sizes of results that are open in a graph, for the graph that follows.
 
     Args:
         graph: Dynamo's.
     """
 
     def __init__(self, graph: fx.GraphModule) -> None:
-        self._dims: list[tuple[int, set[int]]] = []
-        if _marked is None:
-            return
-        for i, result in enumerate(graph.graph.output_node().args[0]):
-            value = result.meta.get("example_value") if isinstance(result, fx.Node) else None
-            if isinstance(value, torch.Tensor):
-                dims = {dim for dim, size in enumerate(value.shape) if isinstance(size, torch.SymInt)}
-                self._dims += [(i, dims)] if dims else []
+        results = enumerate(graph.graph.output_node().args[0] if _marked is not None else ())
+        values = [(i, r.meta.get("example_value")) for i, r in results if isinstance(r, fx.Node)]
+        self._dims = [(i, dims) for i, x in values if isinstance(x, torch.Tensor) and (dims := open_dims(x))]
 
     def mark(self, results: Sequence[Any]) -> None:
-        """Mark ``results``, once."""
-        dims, self._dims = self._dims, []
-        for i, of_result in dims:
+        """Mark ``results``, if this is the time for it."""
+        for i, dims in self._dims:
             if isinstance(results[i], torch.Tensor):
-                _mark(results[i], of_result)
+                _mark(results[i], dims)
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:

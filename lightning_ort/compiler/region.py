@@ -253,7 +253,7 @@ class Region:
         differentiable: list[Any] = [None if i is None else args[i] for i in self._edges]
         if self._loss is not None:
             executable = self._loss
-            if any(args[i].grad_fn is not None for i in self._beside):
+            if self._beside and any(args[i].grad_fn is not None for i in self._beside):
                 tensors = self._apart(args, differentiable)
             else:
                 tensors = LossStep.apply(self, args, (), *differentiable)

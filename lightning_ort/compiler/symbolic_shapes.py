@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import fx
 
-__all__ = ["Sizes", "UnknownSize", "is_number"]
+__all__ = ["Sizes", "UnknownSize", "is_number", "open_dims"]
 
 Number = Any  # int, float or their symbolic counterparts
 
@@ -37,6 +37,12 @@ _FUNCTIONS: dict[str, Any] = {
     "Min": min,
     "Where": lambda c, a, b: a if c else b,
 }
+
+
+def open_dims(tensor: torch.Tensor) -> set[int]:
+    """The dimensions of a fake tensor whose size is open, and not settled by what was assumed since."""
+    sizes = enumerate(tensor.shape)
+    return {dim for dim, size in sizes if isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None}
 
 
 class UnknownSize(Exception):

@@ -26,6 +26,7 @@ from lightning_ort.compiler.decompositions.registry import composites
 from lightning_ort.compiler.global_state import Surroundings, without_autocast
 from lightning_ort.compiler.loss_scale import scale_fake, seed_of, unscaled
 from lightning_ort.compiler.random import DRAWS, layout_of
+from lightning_ort.compiler.symbolic_shapes import open_dims
 
 __all__ = ["Derivative", "Traced", "Untraceable", "fake_inputs", "plain_kernels", "trace"]
 
@@ -86,17 +87,12 @@ def fake_inputs(region: fx.GraphModule, example_inputs: Sequence[Any]) -> list[A
             source = getattr(symbolic, "tensor_source", None) or getattr(placeholder, "_dynamo_source", None)
             x = mode.from_tensor(x, symbolic_context=symbolic, source=source)
             known = placeholder.meta.get("example_value")
-            if isinstance(known, FakeTensor) and _open_sizes(known) != _open_sizes(x):
+            if isinstance(known, FakeTensor) and open_dims(known) != open_dims(x):
                 # a gradient, whose open sizes Dynamo has noted with the tensor it belongs to
                 with mode:
                     x = torch.empty_strided(known.shape, known.stride(), dtype=x.dtype, device=x.device)
         fakes.append(x)
     return fakes
-
-
-def _open_sizes(x: torch.Tensor) -> list[int]:
-    sizes = enumerate(x.shape)
-    return [dim for dim, size in sizes if isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None]
 
 
 def trace(

@@ -39,7 +39,7 @@ class Located:
     def __init__(self, graph: fx.GraphModule, run: Callable[..., Any], device: torch.device) -> None:
         self._graph, self._run, self._device = graph, run, device
         self._surroundings = Surroundings.present()
-        self._open: OpenResults | None = OpenResults(graph)
+        self._open: OpenResults | None = OpenResults(graph)  # until it has run once: then what follows is compiled
 
     def __call__(self, *args: Any) -> Any:
         try:
