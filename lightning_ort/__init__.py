@@ -5,9 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.accelerators import AcceleratorRegistry
-from lightning.pytorch.strategies import StrategyRegistry
-
 from lightning_ort import _moved
 from lightning_ort._version import __version__
 from lightning_ort.checkpoints import ORTCheckpointIO
@@ -24,6 +21,7 @@ from lightning_ort.errors import (
 from lightning_ort.lightning.accelerator import ORTAccelerator
 from lightning_ort.lightning.precision import ORTPrecision
 from lightning_ort.lightning.strategy import ORTStrategy
+from lightning_ort.lightning_packages import everywhere
 from lightning_ort.report import Report, StepReport
 
 if TYPE_CHECKING:
@@ -89,8 +87,9 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-if ORTStrategy.strategy_name not in StrategyRegistry:
-    ORTStrategy.register_strategies(StrategyRegistry)
-if ORTAccelerator.name() not in AcceleratorRegistry:
-    ORTAccelerator.register_accelerators(AcceleratorRegistry)
+for _registry in everywhere("strategies:StrategyRegistry"):
+    ORTStrategy.register_strategies(_registry)
+for _registry in everywhere("accelerators:AcceleratorRegistry"):
+    if ORTAccelerator.name() not in _registry:
+        ORTAccelerator.register_accelerators(_registry)
 _moved.install()

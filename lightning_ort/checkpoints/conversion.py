@@ -6,8 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import __version__ as lightning_version
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -15,10 +13,9 @@ from lightning_ort.checkpoints.lightning import RECORD, TRAINER_SCALER, first_na
 from lightning_ort.checkpoints.names import find_prefix, from_moments, orttrainer_kind_of, to_moments, without_moments
 from lightning_ort.checkpoints.progress import Position, advance_schedulers, loops_at
 from lightning_ort.errors import CheckpointError
+from lightning_ort.lightning_packages import pl, rank_zero_info
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
-
     from lightning_ort.checkpoints.lightning import TrainerFile
 
 __all__ = ["Translation", "to_trainer"]
@@ -60,7 +57,7 @@ class Translation:
             "epoch": 0,
             **rest,
             "global_step": self._counts[1],
-            "pytorch-lightning_version": rest.get("pytorch-lightning_version", lightning_version),
+            "pytorch-lightning_version": rest.get("pytorch-lightning_version", pl.__version__),
         }
         key = weights_key(rest)
         self.checkpoint[key] = {**rest.get(key, {}), **self._weights(weights, own)}

@@ -15,9 +15,6 @@ import numpy as np
 import torch
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
-from lightning.fabric.plugins.io import TorchCheckpointIO
-from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch import __version__ as lightning_version
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -26,9 +23,10 @@ from lightning_ort.checkpoints.names import orttrainer_kind_of
 from lightning_ort.errors import CheckpointError, DamagedFileError
 from lightning_ort.files.reading import check_growth, refusing
 from lightning_ort.files.writing import write_file
+from lightning_ort.lightning_packages import TorchCheckpointIO, pl
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    from lightning.fabric.utilities.types import _PATH
 
 __all__ = [
     "HDF5",
@@ -60,7 +58,7 @@ class TrainerFile(dict[str, Any]):
     """
 
     def __init__(self, path: str, state: dict[str, Any], prefix: str | None) -> None:
-        super().__init__({"pytorch-lightning_version": lightning_version})
+        super().__init__({"pytorch-lightning_version": pl.__version__})
         self.path, self.state, self.prefix = path, state, prefix
 
     def __missing__(self, key: str) -> Any:

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
     from lightning.pytorch.utilities.types import LRSchedulerConfig
+
+    from lightning_ort.lightning_packages import pl
 
 __all__ = ["Position", "advance_schedulers", "loops_at"]
 

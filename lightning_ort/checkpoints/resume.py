@@ -5,20 +5,16 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from lightning.pytorch.loops.loop import _Loop  # private, as all loops are
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ort.checkpoints.conversion import Translation
 from lightning_ort.checkpoints.lightning import TrainerFile
 from lightning_ort.errors import CheckpointError
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
+from lightning_ort.lightning_packages import everywhere, pl, rank_zero_warn
 
 __all__ = ["Restoring"]
 
@@ -119,10 +115,10 @@ class Restoring:
             _not_restarting(self._trainer.fit_loop)
 
 
-def _not_restarting(loop: _Loop) -> None:
+def _not_restarting(loop: Any) -> None:
     """Loops that were loaded with a state take the next run for its continuation, and have no public way out of it."""
     for child in vars(loop).values():
-        if isinstance(child, _Loop):
+        if isinstance(child, everywhere("loops.loop:_Loop")):
             _not_restarting(child)
     loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
 

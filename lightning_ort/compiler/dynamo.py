@@ -30,6 +30,8 @@ DYNAMO_SETTINGS = {
     "allow_rnn": True,
     # a function that Dynamo fails at is left to Python, which raises the user's own error at the user's own line
     "suppress_errors": True,
+    # Dynamo would cut graphs where a bucket of DistributedDataParallel is full
+    "optimize_ddp": False,
 }
 """Settings of ``torch._dynamo.config`` while steps run."""
 

@@ -8,10 +8,11 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+
+from lightning_ort.lightning_packages import pl
 
 __all__ = [
     "Axes",

@@ -7,16 +7,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_ort.environment import require_onnxruntime
 from lightning_ort.export.export import Dtype, ExportedModel, check_options, export_call, undisturbed, weights_from
 from lightning_ort.export.inputs import Axes, arguments_of_batch, arguments_of_sample, first_batch, on_device
 from lightning_ort.files.onnx_models import check_target
+from lightning_ort.lightning_packages import Callback, everywhere, overrides, pl, rank_zero_info
 
 __all__ = ["ORTExport", "check_checkpoint", "export_trained"]
 
@@ -83,7 +80,7 @@ def check_checkpoint(trainer: pl.Trainer, checkpoint: str | os.PathLike[str] | N
     if checkpoint not in ("best", "last"):
         return
     found = trainer.checkpoint_callback
-    if not isinstance(found, ModelCheckpoint):
+    if not isinstance(found, everywhere("callbacks:ModelCheckpoint")):
         raise ValueError(
             f"checkpoint={checkpoint!r}: the Trainer has no ModelCheckpoint that saves one. Add it to callbacks, or "
             "leave checkpoint out to export the weights that the module has at the end."
@@ -105,7 +102,7 @@ def _loader_of(
     path: str | os.PathLike[str] = checkpoint
     if checkpoint in ("best", "last"):
         callback = trainer.checkpoint_callback
-        assert isinstance(callback, ModelCheckpoint)
+        assert isinstance(callback, everywhere("callbacks:ModelCheckpoint"))
         # without save_last, the latest of those that are kept
         path = (
             callback.best_model_path if checkpoint == "best" else callback.last_model_path or callback.best_model_path
@@ -117,7 +114,7 @@ def _loader_of(
 
     def load() -> None:
         content = trainer.strategy.load_checkpoint(Path(path))
-        if is_overridden("on_load_checkpoint", module):
+        if overrides("on_load_checkpoint", module):
             module.on_load_checkpoint(content)
         module.load_state_dict(content["state_dict"], strict=module.strict_loading)
 

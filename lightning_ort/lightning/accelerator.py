@@ -7,17 +7,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.accelerators.registry import _AcceleratorRegistry
-from lightning.fabric.utilities.types import _DEVICE
-from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lightning_ort.environment import require_onnxruntime
+from lightning_ort.lightning_packages import Accelerator, MisconfigurationException, pl
 from lightning_ort.validation import is_whole, shown
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    from lightning.fabric.accelerators.registry import _AcceleratorRegistry
+    from lightning.fabric.utilities.types import _DEVICE
 
 __all__ = ["ORTAccelerator"]
 
@@ -48,7 +46,7 @@ class ORTAccelerator(Accelerator):
     @override
     def teardown(self) -> None:
         if _kind() == "cuda":
-            CUDAAccelerator().teardown()
+            pl.accelerators.CUDAAccelerator().teardown()
 
     @override
     def get_device_stats(self, device: _DEVICE) -> dict[str, Any]:
@@ -64,11 +62,11 @@ class ORTAccelerator(Accelerator):
         Raises:
             MisconfigurationException: there are fewer, or it is no number.
         """
-        there, given = _count(), devices
+        kind, given = _kind(), devices
         if isinstance(devices, str):
             listed = [part.strip() for part in devices.strip("[]").split(",") if part.strip()]
             if devices == "auto":
-                devices = 1
+                devices = ORTAccelerator.auto_device_count()
             elif listed and all(part.lstrip("-").isdigit() for part in listed):
                 devices = [int(n) for n in listed] if "," in devices or "[" in devices else int(listed[0])
             else:
@@ -76,15 +74,18 @@ class ORTAccelerator(Accelerator):
         numbered = isinstance(devices, (list, tuple)) and all(is_whole(n) for n in devices)
         if not (is_whole(devices) or numbered):
             raise MisconfigurationException(f"devices={shown(given)}: expected a number, a list of them, or 'auto'.")
+        there = ORTAccelerator.auto_device_count()
         if isinstance(devices, numbers.Integral):
-            chosen = list(range(there if devices == -1 else min(int(devices), there + 1)))
+            # processes on the CPU are as many as asked for
+            chosen = list(range(there if devices == -1 else int(devices)))
         else:
             chosen = list(devices)  # type: ignore[arg-type]  # a list, as was seen
+        if kind == "cpu" and chosen and min(chosen) >= 0:
+            return chosen
         if not chosen or any(n not in range(there) for n in chosen):
-            what = "the CPU counts as one" if _kind() == "cpu" else "GPUs that torch and ONNX Runtime both reach"
+            what = "processes" if kind == "cpu" else f"GPUs; torch and ONNX Runtime both reach {there}"
             raise MisconfigurationException(
-                f"accelerator='ort' was given devices={given!r}, but finds {there} of kind {_kind()!r} ({what}). "
-                "Use devices=1."
+                f"accelerator='ort' was given devices={given!r}: expected a number of {what}. Use devices=1."
             )
         return chosen
 
@@ -96,8 +97,8 @@ class ORTAccelerator(Accelerator):
     @staticmethod
     @override
     def auto_device_count() -> int:
-        """One: the strategy uses no more."""
-        return 1
+        """All GPUs, or one process on the CPU."""
+        return torch.cuda.device_count() if _kind() == "cuda" else 1
 
     @staticmethod
     @override
@@ -127,10 +128,6 @@ def _kind() -> str:
     return reachable_device_type()
 
 
-def _count() -> int:
-    return torch.cuda.device_count() if _kind() == "cuda" else 1
-
-
 def _accelerator_of(device: torch.device) -> Accelerator:
     """Lightning's own accelerator for ``device``."""
-    return CUDAAccelerator() if device.type == "cuda" else CPUAccelerator()
+    return pl.accelerators.CUDAAccelerator() if device.type == "cuda" else pl.accelerators.CPUAccelerator()

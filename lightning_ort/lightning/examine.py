@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_ort.lightning.strategy import ORTStrategy
+from lightning_ort.lightning_packages import overrides, package_of, pl
 from lightning_ort.report import Report
 
 __all__ = ["Examination", "examination_flags", "examine", "examine_in", "load_weights"]
@@ -55,8 +54,8 @@ class Examination:
 
 
 def examine(
-    module: LightningModule,
-    datamodule: LightningDataModule | None = None,
+    module: pl.LightningModule,
+    datamodule: pl.LightningDataModule | None = None,
     *,
     train_dataloaders: Any = None,
     val_dataloaders: Any = None,
@@ -88,7 +87,7 @@ def examine(
         "predict": predict_dataloaders,
     }
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(**{**flags, **examination_flags(strategy, folder)})
+        trainer = package_of(module).get("trainer.trainer:Trainer")(**{**flags, **examination_flags(strategy, folder)})
         return examine_in(trainer, copy.deepcopy(module), datamodule, loaders)
 
 
@@ -118,9 +117,9 @@ def examination_flags(strategy: Any, folder: str) -> dict[str, Any]:
 
 
 def examine_in(
-    trainer: Trainer,
-    module: LightningModule,
-    datamodule: LightningDataModule | None,
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    datamodule: pl.LightningDataModule | None,
     loaders: Mapping[str, Any],
 ) -> Examination:
     """:func:`examine` in a Trainer that has :func:`examination_flags`, and without a copy of ``module``."""
@@ -131,12 +130,12 @@ def examine_in(
     def there(kind: str) -> bool:
         step, loader = _STEPS[kind], _LOADERS[kind]
         # any module can predict: its forward is the step
-        if kind != "predict" and not is_overridden(step, module):
+        if kind != "predict" and not overrides(step, module):
             left_out[step] = "the module has none"
         elif not (
             loaders.get(kind) is not None
-            or is_overridden(loader, module)
-            or (datamodule is not None and is_overridden(loader, datamodule))
+            or overrides(loader, module)
+            or (datamodule is not None and overrides(loader, datamodule))
         ):
             left_out[step] = f"there is no {loader}"
         return step not in left_out
@@ -158,7 +157,7 @@ def examine_in(
     return Examination(strategy.report(), left_out)
 
 
-def load_weights(module: LightningModule, path: str | os.PathLike[str], weights_only: bool | None) -> None:
+def load_weights(module: pl.LightningModule, path: str | os.PathLike[str], weights_only: bool | None) -> None:
     """Put the weights of a Lightning checkpoint into ``module``."""
     content = torch.load(path, map_location="cpu", weights_only=weights_only is not False)
     module.load_state_dict(content["state_dict"], strict=module.strict_loading)

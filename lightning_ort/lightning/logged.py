@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from torch._dynamo.comptime import ComptimeContext, comptime
 from torchmetrics import Metric, MetricCollection
 
 from lightning_ort.compiler.user_errors import Frames, behind, frames_in
+from lightning_ort.lightning_packages import package_of
 
 __all__ = ["LogRecorder", "logged_so_far", "results_stay"]
 
@@ -218,45 +217,44 @@ class LogRecorder:
 # Private, for want of a public way: Lightning makes its results and the object that has them itself.
 
 
-def logged_so_far(connector: _LoggerConnector, recorder: LogRecorder) -> _LoggerConnector:
+def logged_so_far(connector: Any, recorder: LogRecorder) -> Any:
     """What stands in for ``connector`` in a step: the same, but ``trainer.callback_metrics`` and its like know what the
     step has logged.
     """
 
     def read(name: str) -> Any:
-        getter = recorder.after_what_came_before(getattr(_LoggerConnector, name).fget)
+        getter = recorder.after_what_came_before(getattr(type(connector), name).fget)
         return property(torch.compiler.disable(getter, reason="the Trainer's metrics are plain Python"))
 
     names = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
-    same: _LoggerConnector = object.__new__(
-        type("_LoggedSoFar", (type(connector),), {name: read(name) for name in names})
-    )
+    same: Any = object.__new__(type("_LoggedSoFar", (type(connector),), {name: read(name) for name in names}))
     same.__dict__ = connector.__dict__
     return same
 
 
 @contextlib.contextmanager
-def results_stay() -> Iterator[None]:
-    """Meanwhile ``self.log`` moves no result to the device that it is on.
+def results_stay(module: Any) -> Iterator[None]:
+    """Meanwhile ``self.log`` of ``module`` moves no result to the device that it is on.
 
     Lightning moves a result to the device of each new value, and copies all that belongs to the result in doing so,
     its description included. In a small step that takes longer than the forward and the backward pass.
     """
-    move = _ResultMetric.to
+    result = package_of(module).get("trainer.connectors.logger_connector.result:_ResultMetric")
+    move = result.to
 
-    def to(self: _ResultMetric, *args: Any, **kwargs: Any) -> _ResultMetric:
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and self.is_tensor and _is_on(self, args[0]):
             return self
         return move(self, *args, **kwargs)
 
-    _ResultMetric.to = to  # type: ignore[method-assign]
+    result.to = to
     try:
         yield
     finally:
-        _ResultMetric.to = move  # type: ignore[method-assign]
+        result.to = move
 
 
-def _is_on(result: _ResultMetric, device: Any) -> bool:
+def _is_on(result: Any, device: Any) -> bool:
     """Whether the states of ``result``, and what they are reset to, are on ``device``."""
     return all(
         getattr(result, name).device == device == default.device

@@ -9,11 +9,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 
 from lightning_ort.compiler.contest import learns
 from lightning_ort.compiler.dynamo import marked_open
 from lightning_ort.files.cache import Cache
+from lightning_ort.lightning_packages import pl
 
 __all__ = ["OpenSizes", "smaller_at_the_end"]
 
@@ -36,14 +36,14 @@ class OpenSizes:
         module: whose steps are compiled.
     """
 
-    def __init__(self, module: LightningModule) -> None:
+    def __init__(self, module: pl.LightningModule) -> None:
         kind = type(module)
         self._owner = f"{getattr(kind, '__module__', '')}.{kind.__qualname__}"
         self._cache = Cache("sizes")
         self._of_step: dict[str, dict[str, Sizes]] = {}
 
     @contextlib.contextmanager
-    def expecting(self, step: str, arguments: Any, trainer: Trainer | None) -> Iterator[None]:
+    def expecting(self, step: str, arguments: Any, trainer: pl.Trainer | None) -> Iterator[None]:
         """In one of the first calls of ``step``: what is compiled has those sizes open that are going to change."""
         tensors = list(_tensors(arguments))
         kind, present = _kind(tensors), [list(x.shape) for x in tensors]
@@ -95,7 +95,7 @@ class OpenSizes:
         return hashlib.sha256(f"{self._owner} {step} {kind}".encode()).hexdigest()
 
 
-def smaller_at_the_end(trainer: Trainer, step: str) -> Collection[int] | None:
+def smaller_at_the_end(trainer: pl.Trainer, step: str) -> Collection[int] | None:
     """Sizes of batches of which the last one of an epoch is smaller; ``None`` if a loader does not tell."""
     stage = _STAGES.get(step)
     if stage is None:

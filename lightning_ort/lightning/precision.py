@@ -5,20 +5,26 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_ort.amp.rules import GradScalerRule, StepInfo, scale_rule
 from lightning_ort.checkpoints.lightning import TRAINER_SCALER
 from lightning_ort.compiler.loss_scale import LossScaling
+from lightning_ort.lightning_packages import MisconfigurationException, Package, Variant, everywhere, pl, rank_zero_info
 from lightning_ort.validation import choice, flag
+
+if TYPE_CHECKING:
+    from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+
+    class _Base(Variant, Precision):
+        """What the strategy calls."""
+else:
+    _Base = Variant
 
 __all__ = ["ORTPrecision", "is_closed", "unscaling_leaves"]
 
@@ -26,10 +32,10 @@ PrecisionName = Literal["32-true", "64-true", "16-mixed", "bf16-mixed", "16-true
 
 _AUTOCAST = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 # where Lightning's own plug-in keeps its scaler in a checkpoint
-_LIGHTNING = MixedPrecision.__qualname__
+_LIGHTNING = "MixedPrecision"
 
 
-class ORTPrecision(Precision):
+class ORTPrecision(_Base):
     """Precision of steps in ONNX Runtime; ``Trainer(strategy="ort", precision=...)`` makes one where it is needed.
 
     Args:
@@ -65,11 +71,22 @@ class ORTPrecision(Precision):
         self._rule = scale_rule(scaler) if precision == "16-mixed" else None
         self.scaling = None if self._rule is None else LossScaling(self._rule.scale)
         self._log, self._steps, self.skipped_steps = log, 0, 0
-        self._types: Precision = Precision()
+        self._types: Precision = pl.plugins.Precision()
         if precision == "64-true":
-            self._types = DoublePrecision()
+            self._types = pl.plugins.DoublePrecision()
         elif precision in ("16-true", "bf16-true"):
-            self._types = HalfPrecision(precision)
+            self._types = pl.plugins.HalfPrecision(precision)
+
+    @classmethod
+    @override
+    def _first_bases(cls) -> tuple[type, ...]:
+        # of each package, because Trainers take no other plug-in
+        return everywhere("plugins.precision:Precision")
+
+    def take_bases(self, package: Package) -> None:
+        """Be a plug-in of ``package`` above all: it looks whether modules and optimizers are of its own classes."""
+        kinds = everywhere("plugins.precision:Precision")
+        self._change_bases(*sorted(kinds, key=lambda kind: not package.has(kind)))
 
     @classmethod
     def replacing(cls, plugin: MixedPrecision) -> ORTPrecision:
@@ -86,7 +103,8 @@ class ORTPrecision(Precision):
         Raises:
             MisconfigurationException: the strategy is another than ``"ort"``, or losses are scaled for LBFGS.
         """
-        strategy = model.trainer.strategy if isinstance(model, LightningModule) else None
+        module = model.module if isinstance(model, DistributedDataParallel) else model
+        strategy = module.trainer.strategy if isinstance(module, everywhere("core.module:LightningModule")) else None
         if strategy is None or getattr(strategy, "strategy_name", None) != "ort":
             raise MisconfigurationException(
                 f"ORTPrecision is for strategy='ort', but the strategy is {type(strategy).__name__}. Use "
@@ -136,7 +154,7 @@ class ORTPrecision(Precision):
 
     @override
     def backward(  # type: ignore[override]
-        self, tensor: torch.Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
+        self, tensor: torch.Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
         """Gradients of the unscaled loss, whether a graph has scaled it or not."""
         if self.scaling is None or (not kwargs.get("create_graph") and is_closed(tensor)):
@@ -148,7 +166,7 @@ class ORTPrecision(Precision):
 
     @override
     def optimizer_step(  # type: ignore[override]
-        self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+        self, optimizer: Optimizer, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """The optimizer's step, left out if a gradient is not finite."""
         if self.scaling is None:
@@ -156,6 +174,8 @@ class ORTPrecision(Precision):
         result = closure()
         # hooks and clipping come afterwards: a clipped infinity would be finite
         finite = self.scaling.all_finite([p for group in optimizer.param_groups for p in group["params"]])
+        # gradients have been added up over all processes: what one of them has found is in all of them
+        finite = model.trainer.strategy.reduce_boolean_decision(finite)
         self._after_closure(model, optimizer)
         if result is None and model.automatic_optimization:  # training_step returned None: there is nothing to do
             return result
@@ -163,7 +183,7 @@ class ORTPrecision(Precision):
         self._update(model, finite)
         return result
 
-    def _update(self, model: LightningModule, finite: bool) -> None:
+    def _update(self, model: pl.LightningModule, finite: bool) -> None:
         assert self._rule is not None and self.scaling is not None
         before = self.scaling.scale
         self._rule.update(StepInfo(finite, self._steps - self.skipped_steps, self._steps))

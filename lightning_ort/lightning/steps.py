@@ -12,10 +12,6 @@ from typing import Any
 
 import torch
 import torch._dynamo.config
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.core.optimizer import do_nothing_closure
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 
@@ -26,6 +22,7 @@ from lightning_ort.compiler.plan import Fallback
 from lightning_ort.lightning.growing_lists import GrowingLists, appended_attributes
 from lightning_ort.lightning.logged import LogRecorder, logged_so_far, results_stay
 from lightning_ort.lightning.open_sizes import OpenSizes
+from lightning_ort.lightning_packages import everywhere, package_of, pl, rank_zero_info
 from lightning_ort.report import InTorch, Report, StepReport
 
 __all__ = ["CompiledSteps"]
@@ -50,13 +47,14 @@ class CompiledSteps:
         report: what is known so far; gets everything that happens from now on.
     """
 
-    def __init__(self, module: LightningModule, backend: ORTBackend, report: Report) -> None:
+    def __init__(self, module: pl.LightningModule, backend: ORTBackend, report: Report) -> None:
         self.module, self.report = module, report
         self._running: StepReport | None = None
         self._settings = contextlib.ExitStack()
         self._observer = DynamoObserver(lambda: self._running, rank_zero_info)
         # Lightning's own condition for batches that it does not see
-        takes_iterator = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
+        in_signature = package_of(module).get("utilities.signature_utils:is_param_in_hook_signature")
+        takes_iterator = in_signature(module.training_step, "dataloader_iter", explicit=True)
         metrics = [m for m in module.modules() if isinstance(m, Metric)]
         self._recorder = LogRecorder(module.log, module.log_dict, metrics, needs_batch_size=takes_iterator)
         own: Namespace = {
@@ -76,14 +74,14 @@ class CompiledSteps:
         self._lists = GrowingLists(module.__dict__)
         self._open_sizes = OpenSizes(module)
         self._begun: Counter[tuple[str, bool]] = Counter()
-        self._trainer: Trainer | None = None
+        self._trainer: pl.Trainer | None = None
 
     def install(self) -> None:
         """Prepare Dynamo; :meth:`remove` takes it back, and must be called in between."""
         self.remove()
         self._settings.enter_context(torch._dynamo.config.patch(DYNAMO_SETTINGS))
         self._settings.enter_context(no_fast_path())
-        self._settings.enter_context(results_stay())
+        self._settings.enter_context(results_stay(self.module))
         self._observer.install()
 
     def remove(self) -> None:
@@ -127,7 +125,7 @@ class CompiledSteps:
         self._recorder.flush()
         return result
 
-    def set_trainer(self, trainer: Trainer) -> None:
+    def set_trainer(self, trainer: pl.Trainer) -> None:
         """The Trainer that the module is trained by, whose metrics a step may read."""
         self._trainer = trainer
         self._trainer_patches = [
@@ -153,7 +151,7 @@ class CompiledSteps:
 
         The one that Lightning passes in the place of none is left as it is: wrapping takes longer than a small update.
         """
-        if self._running is None or closure is do_nothing_closure:
+        if self._running is None or closure in everywhere("core.optimizer:do_nothing_closure"):
             return closure
         return torch.compile(closure, backend=self._backend)
 
@@ -224,7 +222,7 @@ def _step_of(optimizer: Optimizer, own: Callable[..., Any] | None) -> Callable[.
     return step
 
 
-def _metric_patches(module: LightningModule, recorder: LogRecorder) -> list[Patch]:
+def _metric_patches(module: pl.LightningModule, recorder: LogRecorder) -> list[Patch]:
     """Of the methods of metrics, which are full of plain Python."""
     why = "metrics are plain Python"
     found = []
@@ -253,7 +251,7 @@ def _deepcopy_without(standins: Namespace, owner: torch.nn.Module, recorder: Log
     return torch.compiler.disable(recorder.after_what_came_before(deepcopy), reason="copies are no part of a graph")
 
 
-def _uncompiled(module: LightningModule) -> dict[str, Callable[..., Any]]:
+def _uncompiled(module: pl.LightningModule) -> dict[str, Callable[..., Any]]:
     """The methods that a Trainer put others in the place of, because it was given ``torch.compile(module)``."""
     context = module._compiler_ctx or {}
     return {name.removeprefix("original_"): m for name, m in context.items() if name.startswith("original_")}

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.strategies import _StrategyRegistry
-from lightning.fabric.utilities.types import _DEVICE, _PATH
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO  # private, but what all wrappers inherit from
-from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -25,26 +19,42 @@ from lightning_ort.checkpoints.lightning import RECORD, TrainerFile, make_record
 from lightning_ort.checkpoints.resume import Restoring
 from lightning_ort.environment import require_onnxruntime
 from lightning_ort.errors import CheckpointError
+from lightning_ort.lightning.parallel import ParallelOptions, redirected
 from lightning_ort.lightning.precision import ORTPrecision
+from lightning_ort.lightning_packages import MisconfigurationException, Package, Variant, everywhere, package_of, pl
 from lightning_ort.report import Report
 from lightning_ort.validation import choice, flag, shown
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
     import onnxruntime
+    from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+    from lightning.fabric.strategies import _StrategyRegistry
+    from lightning.fabric.utilities.types import _DEVICE, _PATH
+    from lightning.pytorch.accelerators import Accelerator
+    from lightning.pytorch.plugins.precision import Precision
+    from lightning.pytorch.strategies import DDPStrategy
 
     from lightning_ort.export import ExportedModel
     from lightning_ort.lightning.steps import CompiledSteps
     from lightning_ort.ondevice.formats import Artifacts
 
+    class _Base(Variant, DDPStrategy):
+        """What several devices have; one has less."""
+else:
+    _Base = Variant
+
 __all__ = ["ORTStrategy"]
+
+_PRECISIONS = ("Precision", "DoublePrecision", "HalfPrecision", "MixedPrecision")
 
 
 def _check_kinds(device: Any, accelerator: Any, parallel_devices: Any, checkpoint_io: Any) -> None:
     """Raise if an argument that the Trainer fills in was given by hand and is something else."""
+    # private, but what all wrappers of such objects inherit from
+    io = (*everywhere("plugins.io:CheckpointIO"), *everywhere("plugins.io.wrapper:_WrappingCheckpointIO"))
     for name, value, kind in (
-        ("accelerator", accelerator, Accelerator),
-        ("checkpoint_io", checkpoint_io, (CheckpointIO, _WrappingCheckpointIO)),
+        ("accelerator", accelerator, everywhere("accelerators:Accelerator")),
+        ("checkpoint_io", checkpoint_io, io),
     ):
         if value is not None and not isinstance(value, kind):
             raise TypeError(f"{name}={shown(value)}: expected an object of that kind, or None.")
@@ -60,7 +70,7 @@ def _check_kinds(device: Any, accelerator: Any, parallel_devices: Any, checkpoin
         raise TypeError(f"parallel_devices={shown(parallel_devices)}: expected a list of torch.device.")
 
 
-class ORTStrategy(SingleDeviceStrategy):
+class ORTStrategy(_Base):
     """Trains, validates, tests and predicts in ONNX Runtime; the LightningModule stays as it is.
 
     ``Trainer(strategy="ort")`` makes one with default settings.
@@ -68,7 +78,7 @@ class ORTStrategy(SingleDeviceStrategy):
     Args:
         device: where parameters and batches live; by default the Trainer's accelerator decides.
         accelerator: filled in by the Trainer.
-        parallel_devices: filled in by the Trainer; more than one is refused.
+        parallel_devices: filled in by the Trainer.
         checkpoint_io: how checkpoints are read and written, by default :class:`~lightning_ort.ORTCheckpointIO`.
         precision_plugin: an :class:`~lightning_ort.ORTPrecision`, or one of Lightning's own for full, half, double or
             mixed precision (the last is replaced by the former); filled in by the Trainer.
@@ -91,13 +101,18 @@ class ORTStrategy(SingleDeviceStrategy):
         print_report: print the report when a fit has ended.
         optimizer: who updates the parameters: ``"ort"`` (ONNX Runtime; torch where it cannot, which is reported),
             ``"torch"``, or ``"auto"``, the faster of the two by a rule of sizes. The states are torch's in any case.
+        cluster_environment, process_group_backend, timeout, start_method, ddp_comm_state, ddp_comm_hook,
+        ddp_comm_wrapper, model_averaging_period: for ``Trainer(devices=..., num_nodes=...)`` of more than one, as
+            Lightning's ``DDPStrategy`` has them; but hooks work on the CPU as well.
+        **kwargs: for several devices, those of ``torch.nn.parallel.DistributedDataParallel``, such as
+            ``find_unused_parameters``, ``static_graph`` and ``bucket_cap_mb``.
 
     Raises:
         OnnxRuntimeImportError: no ONNX Runtime is installed, or several, or one older than 1.19.
         ProviderError: this ONNX Runtime lacks one of ``providers``, or an option of one.
         TypeError, ValueError: another argument is not as described.
-        MisconfigurationException: the Trainer asks for what this strategy does not do (several devices or nodes,
-            the precision of another library, ``sync_batchnorm``).
+        MisconfigurationException: the Trainer asks for what this strategy does not do (the precision of another
+            library, ``sync_batchnorm`` on one device).
     """
 
     strategy_name = "ort"
@@ -117,6 +132,16 @@ class ORTStrategy(SingleDeviceStrategy):
         verify: bool = True,
         print_report: bool = True,
         optimizer: Literal["auto", "torch", "ort"] = "auto",
+        *,
+        cluster_environment: ClusterEnvironment | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        ddp_comm_state: object | None = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        model_averaging_period: int | None = None,
+        **kwargs: Any,
     ) -> None:
         require_onnxruntime()
         # these need ONNX Runtime, whose absence shall be explained and not break the import of this package
@@ -130,16 +155,21 @@ class ORTStrategy(SingleDeviceStrategy):
         self._config = RuntimeConfig(providers, provider_options, session_options, placement)
         self._config.check()
         _check_kinds(device, accelerator, parallel_devices, checkpoint_io)
-        self._device = device
-        self._parallel_devices: Sequence[torch.device] | None = None
-        super().__init__(
-            device=device or "cpu",
-            accelerator=accelerator,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
+        self._parallel = ParallelOptions(
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            ddp_comm_state=ddp_comm_state,
+            ddp_comm_hook=ddp_comm_hook,
+            ddp_comm_wrapper=ddp_comm_wrapper,
+            model_averaging_period=model_averaging_period,
+            of_module=kwargs,
         )
-        if parallel_devices is not None:
-            self.parallel_devices = parallel_devices
+        self._device = device
+        self._num_nodes = 1
+        self._parallel_devices: list[torch.device] | None = None
+        self._begin(accelerator, checkpoint_io, precision_plugin, cluster_environment)
+        self.parallel_devices = parallel_devices
         self._on_unsupported, self._verify, self._print_report = on_unsupported, verify, print_report
         self._report = Report()
         self._hooked_optimizers = HookedOptimizers(
@@ -148,37 +178,108 @@ class ORTStrategy(SingleDeviceStrategy):
         self._steps: CompiledSteps | None = None
         self._trainer: weakref.ref[pl.Trainer] | None = None
         self._restoring: Restoring | None = None
-        self.num_nodes = 1
+
+    # -- whose strategy it is ---------------------------------------------------------------------------------------
+
+    @classmethod
+    @override
+    def _first_bases(cls) -> tuple[type, ...]:
+        return everywhere("strategies:SingleDeviceStrategy")[:1]
+
+    def _begin(
+        self,
+        accelerator: Accelerator | None,
+        checkpoint_io: CheckpointIO | None,
+        precision_plugin: Precision | None,
+        cluster_environment: ClusterEnvironment | None,
+    ) -> None:
+        """What the base class keeps, at first."""
+        self.cluster_environment = cluster_environment
+        common = {"accelerator": accelerator, "checkpoint_io": checkpoint_io, "precision_plugin": precision_plugin}
+        if not self.several:
+            super().__init__(device=self._device or "cpu", **common)  # type: ignore[arg-type]
+            return
+        for name in ("global_rank", "local_rank", "world_size"):  # several devices ask their environment
+            self.__dict__.pop(name, None)
+        # this resets it
+        nodes = self._num_nodes
+        super().__init__(
+            parallel_devices=self._parallel_devices,  # type: ignore[arg-type]
+            cluster_environment=cluster_environment,
+            **common,  # type: ignore[arg-type]
+            **self._parallel.arguments(),
+        )
+        self._num_nodes = nodes
+
+    @property
+    def several(self) -> bool:
+        """Whether this is one of several processes, each with a device, that train together."""
+        return self._num_nodes * len(self._parallel_devices or ()) > 1
+
+    def _take_bases(self, package: Package) -> None:
+        """Be a strategy of ``package``, for one device or for several."""
+        base = package.get("strategies:DDPStrategy" if self.several else "strategies:SingleDeviceStrategy")
+        if self._bases == (base,):
+            return
+        self._change_bases(base)
+        # past the properties, which have something in the place of what is missing
+        self._begin(self._accelerator, self._checkpoint_io, self._precision_plugin, self.cluster_environment)
+
+    @override
+    def set_world_ranks(self) -> None:
+        """Called by the Trainer, when all is known that it fills in."""
+        # an environment is always of the package of the Trainer; accelerators and plug-ins may be of both
+        self._take_bases(package_of(self.cluster_environment, self.accelerator))
+        if isinstance(self._precision_plugin, ORTPrecision):
+            self._precision_plugin.take_bases(package_of(self))
+        if self.several:
+            super().set_world_ranks()
+
+    @override
+    def _configure_launcher(self) -> None:
+        if self.several:
+            super()._configure_launcher()
+        else:
+            self._launcher = None
 
     # -- what the Trainer fills in --------------------------------------------------------------------------------
 
     @property
-    def parallel_devices(self) -> Sequence[torch.device] | None:
-        """The one device that Lightning's accelerator chose."""
+    @override
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The devices of this machine that Lightning's accelerator chose."""
         return self._parallel_devices
 
     @parallel_devices.setter
     def parallel_devices(self, devices: Sequence[torch.device] | None) -> None:
-        if devices and len(devices) > 1:
+        if devices and len(devices) > 1 and self._device is not None:
             raise MisconfigurationException(
-                f"strategy='ort' trains on one device, but the Trainer was given {len(devices)}: use devices=1."
+                f"ORTStrategy(device={str(self._device)!r}) trains there, but the Trainer was given {len(devices)} "
+                "devices. Leave device out, or use Trainer(devices=1)."
             )
-        self._parallel_devices = devices
+        self._parallel_devices = None if devices is None else list(devices)
         if devices and self._device is None:
             self._root_device = devices[0]
 
     @property
+    @override
+    def root_device(self) -> torch.device:
+        return super().root_device if self.several else self._root_device
+
+    @property
+    @override
     def num_nodes(self) -> int:
-        """Number of machines; this strategy uses one."""
+        """Number of machines."""
         return self._num_nodes
 
     @num_nodes.setter
-    def num_nodes(self, value: int) -> None:
-        if value != 1:
-            raise MisconfigurationException(
-                f"strategy='ort' trains on one machine, but the Trainer was given num_nodes={value}: use num_nodes=1."
-            )
-        self._num_nodes = value
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def is_distributed(self) -> bool:
+        """What Lightning asks before it gives each process its part of the data."""
+        return self.several
 
     @property
     @override
@@ -188,7 +289,7 @@ class ORTStrategy(SingleDeviceStrategy):
     @precision_plugin.setter
     @override
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        own = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
+        own = [kind for name in _PRECISIONS for kind in everywhere(f"plugins.precision:{name}")]
         if not (
             precision_plugin is None or isinstance(precision_plugin, ORTPrecision) or type(precision_plugin) in own
         ):
@@ -198,7 +299,7 @@ class ORTStrategy(SingleDeviceStrategy):
                 f"'bf16-true', but the Trainer was given precision={name!r} ({type(precision_plugin).__name__}). Use "
                 "one of these, or plugins=[ORTPrecision(...)]."
             )
-        if type(precision_plugin) is MixedPrecision:
+        if isinstance(precision_plugin, everywhere("plugins.precision:MixedPrecision")):
             precision_plugin = ORTPrecision.replacing(precision_plugin)
         self._precision_plugin = precision_plugin
 
@@ -207,7 +308,7 @@ class ORTStrategy(SingleDeviceStrategy):
     def checkpoint_io(self) -> CheckpointIO:
         if self._checkpoint_io is None:
             self._checkpoint_io = ORTCheckpointIO()
-        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+        elif isinstance(self._checkpoint_io, everywhere("plugins.io.wrapper:_WrappingCheckpointIO")):
             # such as AsyncCheckpointIO(); ignored by one that has been given another
             self._checkpoint_io.checkpoint_io = ORTCheckpointIO()
         return self._checkpoint_io
@@ -226,7 +327,7 @@ class ORTStrategy(SingleDeviceStrategy):
     @override
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         # a property has no other way to its base's setter
-        SingleDeviceStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+        super(ORTStrategy, type(self)).optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
         self._hooked_optimizers.attach(optimizers)
         if self._steps is not None:
             self._steps.set_optimizers(optimizers)
@@ -244,7 +345,7 @@ class ORTStrategy(SingleDeviceStrategy):
         resolve(self.root_device, self._config.providers, self._config.provider_options)
         super().setup(trainer)
         assert self.lightning_module is not None
-        if self._restoring is not None and trainer.state.fn == TrainerFn.FITTING:
+        if self._restoring is not None and trainer.state.fn == "fit":
             self._restoring.complete(self.optimizers)
         if self._steps is None or self._steps.module is not self.lightning_module:
             scaling = getattr(self.precision_plugin, "scaling", None)
@@ -257,15 +358,11 @@ class ORTStrategy(SingleDeviceStrategy):
         self._steps.install()
 
     def _refuse(self, trainer: pl.Trainer) -> None:
-        if trainer.num_devices > 1:
-            raise MisconfigurationException(
-                f"strategy='ort' trains on one device, but the Trainer was given devices={trainer.num_devices}: "
-                "use devices=1."
-            )
         # private; Lightning leaves no other trace of sync_batchnorm
-        if trainer._accelerator_connector._layer_sync is not None:
+        if not self.several and trainer._accelerator_connector._layer_sync is not None:
             raise MisconfigurationException(
-                "sync_batchnorm=True has no meaning with strategy='ort', which trains on one device: leave it out."
+                "sync_batchnorm=True has no meaning with strategy='ort' on one device: leave it out, or use several "
+                "devices."
             )
 
     @override
@@ -337,30 +434,31 @@ class ORTStrategy(SingleDeviceStrategy):
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
-    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, name: str, context: contextlib.AbstractContextManager[None], *args: Any, **kwargs: Any) -> Any:
         assert self._steps is not None, "the strategy is not set up"
+        assert self.lightning_module is not None
         self._restoring = None
-        return self._steps(name, *args, **kwargs)
+        with context:
+            if self.model is self.lightning_module:
+                return self._steps(name, *args, **kwargs)
+            step = functools.partial(self._steps, name)
+            return redirected(self._forward_redirection, self.model, self.lightning_module, step, args, kwargs)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.train_step_context():
-            return self._call("training_step", *args, **kwargs)
+        return self._call("training_step", self.precision_plugin.train_step_context(), *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.val_step_context():
-            return self._call("validation_step", *args, **kwargs)
+        return self._call("validation_step", self.precision_plugin.val_step_context(), *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.test_step_context():
-            return self._call("test_step", *args, **kwargs)
+        return self._call("test_step", self.precision_plugin.test_step_context(), *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.predict_step_context():
-            return self._call("predict_step", *args, **kwargs)
+        return self._call("predict_step", self.precision_plugin.predict_step_context(), *args, **kwargs)
 
     @override
     @torch.compiler.disable
@@ -408,3 +506,8 @@ class ORTStrategy(SingleDeviceStrategy):
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         strategy_registry.register(cls.strategy_name, cls, description="steps executed by ONNX Runtime")
+
+
+# before it has taken the base class that the Trainer at hand needs, it is a strategy all the same
+for _strategy in everywhere("strategies:Strategy"):
+    _strategy.register(ORTStrategy)

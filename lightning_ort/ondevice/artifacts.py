@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_ort.checkpoints.state import OptimizerState, TrainingState
@@ -17,6 +16,7 @@ from lightning_ort.compiler.aot.inputs import InputInfo
 from lightning_ort.compiler.aot.sizes import mismatch
 from lightning_ort.compiler.aot.step_graph import StepGraph
 from lightning_ort.errors import UnsupportedError
+from lightning_ort.lightning_packages import everywhere
 from lightning_ort.ondevice.exchange_optimizers import optimizer_of_torch
 from lightning_ort.ondevice.formats import Artifacts, flavour_named
 from lightning_ort.ondevice.generation.built import optimizer_of_block
@@ -124,7 +124,11 @@ def generate_artifacts(
             raise ValueError("dynamic_axes and output_names are for modules; an ONNX model says both itself.")
         named = None if requires_grad is None else [*requires_grad, *(frozen_params or ())]
         source = onnx_source(model, inputs, loss, named, loss_input_names, additional_output_names or ())
-    if additional_output_names is not None or loss is not None or isinstance(model, LightningModule):
+    if (
+        additional_output_names is not None
+        or loss is not None
+        or isinstance(model, everywhere("core.module:LightningModule"))
+    ):
         source.objective.additional = [*source.returned, *(additional_output_names or ())]
     torch_optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     choose = _trained(requires_grad, frozen_params, torch_optimizer)

@@ -7,14 +7,12 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_ort.environment import require_onnxruntime
 from lightning_ort.export.inputs import first_batch
+from lightning_ort.lightning_packages import Callback, pl, rank_zero_info
 from lightning_ort.ondevice.artifacts import generate_artifacts
 from lightning_ort.ondevice.formats import Artifacts, flavour_named
 from lightning_ort.validation import path

@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import optim
 from torch.optim import Optimizer
 
+from lightning_ort.lightning_packages import everywhere
 from lightning_ort.optim.optimizers import AdamW, Lamb
 from lightning_ort.optim.settings import Kind
 
@@ -41,9 +41,9 @@ ORT_TRAINING_STATES = {"moment_1": "momentum0", "moment_2": "momentum1"}
 """The same to that in the files of ONNX Runtime's own on-device training."""
 
 
-def unwrapped(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
+def unwrapped(optimizer: Any) -> Any:
     """Take an optimizer out of what Lightning hands to a module."""
-    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    return optimizer.optimizer if isinstance(optimizer, everywhere("core.optimizer:LightningOptimizer")) else optimizer
 
 
 def known_class(optimizer: Optimizer) -> type[Optimizer] | None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import onnx
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_ort.compiler.aot.inputs import InputInfo, input_infos
+from lightning_ort.lightning_packages import everywhere
 from lightning_ort.ondevice.generation.built import with_loss
 from lightning_ort.ondevice.generation.inputs import Axes, Example, arguments_of, example_of, infos_of
 from lightning_ort.ondevice.generation.objectives import (
@@ -74,7 +74,7 @@ def torch_source(
     copied = without_side_effects(model)
     arguments, required = arguments_of(copied)
     target = target_name(loss_fn)
-    if isinstance(model, LightningModule) and loss_fn is None:
+    if isinstance(model, everywhere("core.module:LightningModule")) and loss_fn is None:
         return _lightning_source(copied, inputs, axes, output_names, arguments[:required])
     if isinstance(inputs, Tensor):
         inputs = (inputs,)
@@ -116,7 +116,7 @@ def _lightning_source(
     by_name = {i.name: i for i in infos}
     mine = list(arguments) if all(a in by_name for a in arguments) else list(by_name)[: len(arguments)]
     objective = StepLoss(copied, example.batch)
-    overridden = type(copied).forward is not LightningModule.forward
+    overridden = all(type(copied).forward is not kind.forward for kind in everywhere("core.module:LightningModule"))
     inference = Inference(copied, [None] * len(mine), output_names) if overridden and mine else None
     return Source(objective, infos, inference, [by_name[n] for n in mine], example.tensors)
 
@@ -227,7 +227,7 @@ def without_side_effects(module: nn.Module) -> nn.Module:
     for tensor in [*module.parameters(), *module.buffers()]:
         memo[id(tensor)] = tensor
     for part in module.modules():
-        if isinstance(part, LightningModule):
+        if isinstance(part, everywhere("core.module:LightningModule")):
             for owner in (part._trainer, part._fabric):
                 if owner is not None:
                     memo[id(owner)] = None
@@ -239,7 +239,7 @@ def without_side_effects(module: nn.Module) -> nn.Module:
             "it. Give the network that it holds, and a loss function."
         ) from error
     for part in found.modules():
-        if isinstance(part, LightningModule):
+        if isinstance(part, everywhere("core.module:LightningModule")):
             part.__dict__.update(log=_nothing, log_dict=_nothing)
         if isinstance(part, Metric):
             part.__dict__.update(forward=_not_a_number, compute=_not_a_number, update=_nothing)

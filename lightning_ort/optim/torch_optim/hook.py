@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_ort.errors import UnsupportedError
+from lightning_ort.lightning_packages import PACKAGES, rank_zero_info
+from lightning_ort.optim.kinds import unwrapped
 from lightning_ort.optim.optimizers import Lamb
 from lightning_ort.optim.torch_optim.members import InTorch
 from lightning_ort.optim.torch_optim.stepper import OptimizerStepper, why_not
@@ -163,11 +163,10 @@ class HookedOptimizers:
             UnsupportedError: with ``refuse``, an optimizer that ONNX Runtime can make no updates of.
         """
         # wrapped by users or not; what stands in for no optimizer at all is Lightning's own
-        unwrapped = [o.optimizer if isinstance(o, LightningOptimizer) else o for o in optimizers]
         wanted = {
             id(o): o
-            for o in unwrapped
-            if isinstance(o, Optimizer) and not type(o).__module__.startswith("lightning.") and self._mode != "torch"
+            for o in map(unwrapped, optimizers)
+            if isinstance(o, Optimizer) and not any(p.has(type(o)) for p in PACKAGES) and self._mode != "torch"
         }
         for hook in self._hooks:
             if id(hook.optimizer) not in wanted:

@@ -1,0 +1,113 @@
+"""What the strategy needs where several processes train together, beyond Lightning's ``DDPStrategy``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from torch.distributed.constants import default_pg_timeout
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_ort.validation import choice, shown
+
+__all__ = ["ParallelOptions", "redirected"]
+
+_OF_MODULE = frozenset(inspect.signature(DistributedDataParallel).parameters) - {
+    "module", "device_ids", "output_device", "dim", "process_group", "device_mesh",
+}  # fmt: skip
+"""arguments of torch's module that are a user's to choose"""
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """Arguments of Lightning's ``DDPStrategy``, checked.
+
+    Raises:
+        TypeError: one is of another type, or torch has none of that name.
+        ValueError: one has a value that means nothing.
+    """
+
+    process_group_backend: str | None = None
+    timeout: timedelta | None = None
+    start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
+    ddp_comm_state: object | None = None
+    ddp_comm_hook: Callable[..., Any] | None = None
+    ddp_comm_wrapper: Callable[..., Any] | None = None
+    model_averaging_period: int | None = None
+    of_module: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        choice("start_method", self.start_method, ("popen", "spawn", "fork", "forkserver"))
+        for name in ("ddp_comm_hook", "ddp_comm_wrapper"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise TypeError(f"{name}={shown(value)}: expected a function, or None.")
+        if self.timeout is not None and not (isinstance(self.timeout, timedelta) and self.timeout > timedelta()):
+            raise TypeError(f"timeout={shown(self.timeout)}: expected a positive datetime.timedelta, or None.")
+        unknown = sorted(set(self.of_module or ()) - _OF_MODULE)
+        if unknown:
+            raise TypeError(
+                f"ORTStrategy has no argument {unknown[0]!r}, nor has torch's DistributedDataParallel: "
+                f"{', '.join(sorted(_OF_MODULE))}."
+            )
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments for ``DDPStrategy``."""
+        return {
+            "process_group_backend": self.process_group_backend,
+            "timeout": self.timeout or default_pg_timeout,
+            "start_method": self.start_method,
+            "ddp_comm_state": self.ddp_comm_state,
+            "ddp_comm_hook": self.ddp_comm_hook,
+            "ddp_comm_wrapper": self.ddp_comm_wrapper,
+            "model_averaging_period": self.model_averaging_period,
+            **(self.of_module or {}),
+        }
+
+
+_STEP = "_lightning_ort_step"
+"""what a module's step is called while it is on its way through the wrapper's ``forward``"""
+
+
+def redirected(
+    redirection: Callable[..., Any],
+    wrapper: torch.nn.Module | None,
+    module: torch.nn.Module,
+    step: Callable[..., Any],
+    args: Any,
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Call ``step`` within the ``forward`` of ``wrapper``, which takes note of each pass.
+
+    Args:
+        redirection: Lightning's, which calls a method of a module by its name.
+        wrapper: torch's ``DistributedDataParallel`` around ``module``.
+        module: the LightningModule.
+        step: what to call.
+        args: for it.
+        kwargs: for it.
+    """
+    namespace = module.__dict__
+    own = namespace.get("forward")
+
+    def enter(*args: Any, **kwargs: Any) -> Any:
+        # Lightning leaves a bound method here, for which Dynamo would compile the step anew each time
+        leave()
+        return step(*args, **kwargs)
+
+    def leave() -> None:
+        namespace.pop(_STEP, None)
+        if own is None:
+            namespace.pop("forward", None)
+        else:
+            namespace["forward"] = own
+
+    namespace[_STEP] = enter
+    try:
+        return redirection(wrapper, module, _STEP, *args, **kwargs)
+    finally:
+        leave()
