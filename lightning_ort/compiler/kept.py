@@ -158,7 +158,8 @@ class Kept:
             if i in changed or i in self._keeping.written:
                 args[i] = _Restored.apply(args[i], copy) if with_graph and args[i].requires_grad else copy
         for i in sorted(changed.difference(self.copies)):
-            if any(i in self._keeping.read[output] for output in outputs):
+            # an empty tensor has nothing to lose
+            if self.args[i].numel() and any(i in self._keeping.read[output] for output in outputs):
                 raise RuntimeError(
                     f"{self._keeping.name(i)} was changed in place after a step has read it, and before gradients of "
                     "the step were computed from its inputs (create_graph=True, or a gradient at another output than "

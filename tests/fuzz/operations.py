@@ -123,7 +123,7 @@ OPERATIONS = [
         torch.fmod({a}, {b}.abs() + 0.7)
         torch.hypot({a}, {b}.abs() + 0.1)
         torch.logaddexp({a}, {b})
-        torch.copysign({a}, {b})
+        torch.copysign({a}, {b}.nan_to_num())
         torch.xlogy({a}, {b}.abs() + 0.2)
         torch.div({a}, {b}.abs() + 0.5, rounding_mode="floor")
         ({a} >= {b}).to({a}.dtype) * {a}

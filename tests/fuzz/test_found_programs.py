@@ -139,6 +139,18 @@ FOUND = {
         """,
         [Case(6), Case(5), Case(1), Case(4, "zeros")],
     ),
+    "changed result of no rows": (
+        """
+        t0 = (x >= x).to(x.dtype) * x
+        torch._dynamo.graph_break()
+        t1 = torch.topk(t0, 2, dim=-1)[0]
+        t2 = F.binary_cross_entropy_with_logits(y + y, y.sigmoid().detach())
+        torch._dynamo.graph_break()
+        t0.view(-1)[:2].add_(0.5)
+        t3 = t1.mean() + t2.mean()
+        """,
+        [Case(0), Case(0)],
+    ),
     "products over an open size": (
         """
         t0 = x.T.prod(-1)
