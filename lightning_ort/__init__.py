@@ -15,6 +15,7 @@ from lightning_ort.errors import (
     IndexOutOfRangeError,
     MismatchError,
     ProviderError,
+    RankError,
     RefusedValueError,
     UnsupportedError,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "ORTTrainerOptions",
     "PropagateCastOpsStrategy",
     "ProviderError",
+    "RankError",
     "RefusedValueError",
     "Report",
     "StepReport",

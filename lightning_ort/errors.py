@@ -10,6 +10,7 @@ __all__ = [
     "IndexOutOfRangeError",
     "MismatchError",
     "ProviderError",
+    "RankError",
     "RefusedValueError",
     "UnsupportedError",
 ]
@@ -44,6 +45,10 @@ class ExportError(RuntimeError):
 
 class ProviderError(ValueError):
     """A requested execution provider is missing from this ONNX Runtime, or the session did not get it."""
+
+
+class RankError(RuntimeError):
+    """Another of the processes that train together has failed or ended; the message says which one, and why."""
 
 
 class RefusedValueError(RuntimeError):

@@ -126,16 +126,31 @@ class Variant:
         """Take other bases, whose state has to be made afterwards."""
         self.__class__ = _with_bases(self._written, bases)
 
+    @classmethod
+    def around(cls, instance: Any) -> Any:
+        """The same as ``instance``, with its class as the base of this one."""
+        made = object.__new__(_with_bases(cls, (type(instance),)))
+        made.__dict__.update(instance.__dict__)
+        return made
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         # the class of an instance has no name that another process could import
-        return _made_again, (self._written, self._bases), self.__getstate__()
+        state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
+        return _made_again, (self._written, self._bases), state
 
 
-@functools.cache
+_VARIANTS: dict[Any, Any] = {}
+
+
 def _with_bases(written: Any, bases: tuple[type, ...]) -> Any:
+    if (written, bases) in _VARIANTS:
+        return _VARIANTS[written, bases]
     names = {"_written": written, "__module__": written.__module__, "__doc__": written.__doc__}
     kind = type(bases[0])  # the metaclass of abstract classes
-    return kind(written.__name__, (written, *bases), names | {"__qualname__": written.__qualname__})
+    _VARIANTS[written, bases] = kind(
+        written.__name__, (written, *bases), names | {"__qualname__": written.__qualname__}
+    )
+    return _VARIANTS[written, bases]
 
 
 def _made_again(written: type[Variant], bases: tuple[type, ...]) -> Any:

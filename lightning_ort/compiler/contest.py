@@ -194,7 +194,10 @@ class Contest(Generic[Unit]):
         if not eager_counts:
             del seconds["eager"]
         choice = Choice.among(seconds, "onnxruntime")
+        choice = MEMORY.agreed(self._key, choice)
         MEMORY.put(self._key, choice)
+        if choice.executor in self._rivals and choice.executor not in units:
+            units[choice.executor] = self._rivals[choice.executor]()
         return units.get(choice.executor), choice
 
 
@@ -250,17 +253,28 @@ class Memory:
 
     What a process has measured for one size of the data holds for smaller ones, and for up to twice as large ones, as
     well: batches of sentences and a last batch that is smaller would otherwise each be compiled twice.
+
+    Attributes:
+        agreement: called with a key and a choice where several processes train one model; returns what all use.
     """
 
     def __init__(self) -> None:
         self._known: dict[str, Choice] = {}
         self._similar: dict[str, tuple[int, Choice]] = {}
         self._cache = Cache("choices")
+        self.agreement: Callable[[str, str], str] | None = None
+
+    def agreed(self, key: Key, choice: Choice) -> Choice:
+        """``choice``, or what another process has chosen before where several train one model."""
+        if self.agreement is None:
+            return choice
+        return dataclasses.replace(choice, executor=self.agreement(f"executor/{key.sizes}", choice.executor))
 
     def get(self, key: Key) -> Choice | None:
         """What was chosen for ``key`` or data of about that size, if anything was that can be read."""
         choice = self._known.get(key.sizes) or self._read(key.sizes)
         if choice is not None:
+            choice = self.agreed(key, choice)
             self._similar.setdefault(key.graph, (key.elements, choice))
             return choice
         elements, similar = self._similar.get(key.graph, (0, None))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,9 +15,11 @@ import torch
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_ort.distributed.sync_batchnorm import SyncBatchNorm
+from lightning_ort.lightning_packages import Variant
 from lightning_ort.validation import choice, shown
 
-__all__ = ["ParallelOptions", "redirected"]
+__all__ = ["ParallelOptions", "SyncedLayers", "WatchedLauncher", "redirected"]
 
 _OF_MODULE = frozenset(inspect.signature(DistributedDataParallel).parameters) - {
     "module", "device_ids", "output_device", "dim", "process_group", "device_mesh",
@@ -111,3 +116,50 @@ def redirected(
         return redirection(wrapper, module, _STEP, *args, **kwargs)
     finally:
         leave()
+
+
+class SyncedLayers(Variant):
+    """Lightning's plug-in for ``sync_batchnorm=True``, with layers that work on the CPU as well."""
+
+    def apply(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Convert the layers of ``model``; the plug-in's own ``revert`` takes them back."""
+        return SyncBatchNorm.convert(model)
+
+
+_GRACE = 20.0
+"""seconds that processes have to say what has happened before they are killed"""
+
+
+class WatchedLauncher(Variant):
+    """One of Lightning's launchers, whose processes learn why another has ended."""
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Call ``function`` in each process, as Lightning's own launcher does."""
+        watched = functools.partial(_watched, function, trainer)
+        return super().launch(watched, *args, trainer=trainer, **kwargs)  # type: ignore[misc]
+
+
+def _watched(function: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    for thread in threading.enumerate():
+        # private: of the launcher that starts processes, it kills all of them when one has ended, often before the
+        # others have found that out, and so without a word
+        if thread.name == "child-process-observer" and not isinstance(thread._terminate_all, _Patient):  # type: ignore[attr-defined]
+            thread._terminate_all = _Patient(thread._terminate_all)  # type: ignore[attr-defined]
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        ranks = None if trainer is None else trainer.strategy.ranks
+        if ranks is not None:
+            ranks.explain(error)
+        raise
+
+
+class _Patient:
+    """Lets time pass before it calls ``kill``."""
+
+    def __init__(self, kill: Callable[[], None]) -> None:
+        self._kill = kill
+
+    def __call__(self) -> None:
+        time.sleep(_GRACE)
+        self._kill()

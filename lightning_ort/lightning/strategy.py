@@ -17,9 +17,10 @@ from typing_extensions import override
 from lightning_ort.checkpoints import ORTCheckpointIO
 from lightning_ort.checkpoints.lightning import RECORD, TrainerFile, make_record
 from lightning_ort.checkpoints.resume import Restoring
+from lightning_ort.distributed.ranks import Ranks
 from lightning_ort.environment import require_onnxruntime
 from lightning_ort.errors import CheckpointError
-from lightning_ort.lightning.parallel import ParallelOptions, redirected
+from lightning_ort.lightning.parallel import ParallelOptions, SyncedLayers, WatchedLauncher, redirected
 from lightning_ort.lightning.precision import ORTPrecision
 from lightning_ort.lightning_packages import MisconfigurationException, Package, Variant, everywhere, package_of, pl
 from lightning_ort.report import Report
@@ -178,6 +179,7 @@ class ORTStrategy(_Base):
         self._steps: CompiledSteps | None = None
         self._trainer: weakref.ref[pl.Trainer] | None = None
         self._restoring: Restoring | None = None
+        self.ranks: Ranks | None = None
 
     # -- whose strategy it is ---------------------------------------------------------------------------------------
 
@@ -234,11 +236,14 @@ class ORTStrategy(_Base):
             self._precision_plugin.take_bases(package_of(self))
         if self.several:
             super().set_world_ranks()
+            if type(self._layer_sync) in everywhere("plugins.layer_sync:TorchSyncBatchNorm"):
+                self._layer_sync = SyncedLayers.around(self._layer_sync)
 
     @override
     def _configure_launcher(self) -> None:
         if self.several:
             super()._configure_launcher()
+            self._launcher = WatchedLauncher.around(self._launcher)
         else:
             self._launcher = None
 
@@ -335,6 +340,16 @@ class ORTStrategy(_Base):
     # -- life cycle -----------------------------------------------------------------------------------------------
 
     @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self.several:
+            from lightning_ort.compiler.contest import MEMORY
+
+            assert self.cluster_environment is not None
+            self.ranks = Ranks(self.cluster_environment.main_address)
+            MEMORY.agreement = self.ranks.agreed
+
+    @override
     def setup(self, trainer: pl.Trainer) -> None:
         from lightning_ort.compiler.backend import ORTBackend
         from lightning_ort.lightning.steps import CompiledSteps
@@ -366,22 +381,33 @@ class ORTStrategy(_Base):
             )
 
     @override
+    def _register_ddp_hooks(self) -> None:
+        # Lightning's own registers hooks on GPUs alone, and says nothing of it
+        register = package_of(self).get("overrides.distributed:_register_ddp_comm_hook")
+        register(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
+
+    @override
     def teardown(self) -> None:
         # what was compiled is kept: Trainer.test after Trainer.fit is a new setup of the same module
         if self._steps is not None:
             self._steps.remove()
         self._hooked_optimizers.remove()
         self._restoring = None
+        if self.ranks is not None:
+            from lightning_ort.compiler.contest import MEMORY
+
+            self.ranks.close()
+            self.ranks = MEMORY.agreement = None
         super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
         # whoever copies or saves a callback copies its Trainer; what has been compiled cannot leave the process
-        return {**super().__getstate__(), "_steps": None, "_trainer": None}
+        return {**super().__getstate__(), "_steps": None, "_trainer": None, "ranks": None}
 
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        if self._print_report:
+        if self._print_report and self.is_global_zero:
             print(self._report)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------

@@ -1,0 +1,110 @@
+"""Batch normalization by the statistics of all processes, on any device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from typing_extensions import override
+
+__all__ = ["SyncBatchNorm"]
+
+
+class _SumOverProcesses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        # what one process reads, all have contributed to
+        (gradient,) = gradients
+        gradient = gradient.contiguous().clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+@torch.compiler.disable(reason="processes talk to each other between graphs")
+def _sum_over_processes(x: Tensor, group: Any) -> Tensor:
+    return _SumOverProcesses.apply(x, group)
+
+
+class SyncBatchNorm(nn.SyncBatchNorm):
+    """torch's layer of that name, which asks for a GPU, for any device.
+
+    Sums are all that processes exchange: of the values first, then of the squares of what is left when the mean is
+    taken away, each with its gradient. In evaluation, and in a single process, it is a ``BatchNorm``.
+    """
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize.
+
+        Args:
+            input: shape [N, C, *], floating. Processes may have different N.
+
+        Raises:
+            ValueError: there are fewer than two dimensions.
+        """
+        self._check_input_dim(input)
+        by_batch = self.training or not self.track_running_stats
+        if not (by_batch and dist.is_available() and dist.is_initialized() and self._world_size() > 1):
+            return self._alone(input, by_batch=by_batch)
+        dims = [d for d in range(input.dim()) if d != 1]
+        shape = [1, -1] + [1] * (input.dim() - 2)
+        # as accurate as a BatchNorm, whose kernels sum up 16-bit values in float32
+        x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+        count = x.new_full((1,), input.numel() // input.size(1))
+        totals = _sum_over_processes(torch.cat([x.sum(dims), count]), self.process_group)
+        count = totals[-1:].detach()
+        mean = totals[:-1] / count
+        centered = x - mean.view(shape)
+        variance = _sum_over_processes(centered.square().sum(dims), self.process_group) / count
+        if self.training and self.track_running_stats:
+            self._note(mean.detach(), variance.detach(), count)
+        result = centered * torch.rsqrt(variance + self.eps).view(shape)
+        if self.affine:
+            result = result * self.weight.view(shape) + self.bias.view(shape)
+        return result.to(input.dtype)
+
+    def _world_size(self) -> int:
+        return dist.get_world_size(self.process_group)
+
+    def _alone(self, input: Tensor, *, by_batch: bool) -> Tensor:
+        momentum = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                momentum = 1.0 / float(self.num_batches_tracked)
+        running = (None, None) if self.training and not self.track_running_stats else (
+            self.running_mean, self.running_var,
+        )  # fmt: skip
+        return F.batch_norm(input, *running, self.weight, self.bias, by_batch, momentum, self.eps)
+
+    def _note(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
+        with torch.no_grad():
+            self.num_batches_tracked.add_(1)
+            share = 1.0 / self.num_batches_tracked.to(mean.dtype) if self.momentum is None else self.momentum
+            unbiased = variance * count / (count - 1)
+            self.running_mean.copy_(self.running_mean * (1 - share) + mean.to(self.running_mean.dtype) * share)
+            self.running_var.copy_(self.running_var * (1 - share) + unbiased.to(self.running_var.dtype) * share)
+
+    @classmethod
+    def convert(cls, module: nn.Module) -> nn.Module:
+        """Make each batch normalization of ``module`` one of these; parameters and buffers stay the same tensors.
+
+        Args:
+            module: changed in place, unless it is itself a layer to convert.
+        """
+        module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
+        for layer in module.modules():
+            if type(layer) is nn.SyncBatchNorm:
+                layer.__class__ = cls
+        return module
