@@ -128,11 +128,13 @@ class InputView:
     source: int
     geometry: Callable[[Sequence[Any]], tuple[Any, ...]]
     rank: int
+    differentiable: bool
 
     def __call__(self, args: Sequence[Any]) -> torch.Tensor:
         numbers = self.geometry(args)
         size, stride, offset = numbers[: self.rank], numbers[self.rank : 2 * self.rank], numbers[-1]
-        return args[self.source].as_strided(size, stride, offset)
+        whole = args[self.source] if self.differentiable else args[self.source].detach()
+        return whole.as_strided(size, stride, offset)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,9 +167,19 @@ def output_views(values: Sequence[Any], known: Collection[int], sizes: Sizes) ->
             of_two_the_first = j < i or not _fills_memory(x)
             if of_two_the_first and _fills_memory(whole) and (whole.requires_grad or not x.requires_grad):
                 geometry = sizes.evaluator([*x.shape, *x.stride(), x.storage_offset()])
-                views[i] = OutputView(j, geometry, x.dim(), x.requires_grad)
+                views[i] = OutputView(j, geometry, x.dim(), _follows(x, whole))
                 break
     return views
+
+
+def _follows(view: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Whether gradients of ``view`` go to ``whole``, now or once a change in place has given it one: ``x.detach()`` and
+    views made without gradients share the memory alone.
+    """
+    if view.requires_grad or whole.requires_grad:
+        return view.requires_grad
+    base = whole._base if whole._is_view() else whole
+    return view._is_view() and view._base is base
 
 
 def _fills_memory(x: torch.Tensor) -> bool:
@@ -199,7 +211,7 @@ def input_views(graph: fx.GraphModule, sizes: Sizes) -> dict[int, InputView]:
         for j, example in enumerate(examples):
             if same_storage(val, example) and val.dtype == example.dtype:
                 geometry = sizes.evaluator([*val.shape, *val.stride(), val.storage_offset()])
-                views[i] = InputView(j, geometry, val.dim())
+                views[i] = InputView(j, geometry, val.dim(), _follows(val, example))
                 break
     return views
 

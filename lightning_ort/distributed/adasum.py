@@ -8,9 +8,9 @@ gradients at right angles are added, two equal ones averaged::
 More than two are combined in pairs, the results in pairs again. Each parameter is a vector of its own.
 """
 
-from __future__ import annotations
-
+# torch looks at the annotations of hooks, and does not take strings: no "from __future__ import annotations" here
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,7 @@ def _pair(a: Tensor, b: Tensor) -> Tensor:
     return (share_a * a.double() + share_b * b.double()).to(a.dtype)
 
 
-def adasum_hook(process_group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def adasum_hook(process_group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """A communication hook for ``DistributedDataParallel``: ``ORTStrategy(ddp_comm_hook=adasum_hook)``.
 
     Every process gets the gradients of all others, ``world_size - 1`` times the bytes of a bucket, and computes the

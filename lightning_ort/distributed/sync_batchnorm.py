@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm  # private, but what all of torch's are
 from typing_extensions import override
 
-__all__ = ["SyncBatchNorm"]
+__all__ = ["SyncBatchNorm", "sync", "unsync"]
 
 
 class _SumOverProcesses(torch.autograd.Function):
@@ -35,12 +36,36 @@ def _sum_over_processes(x: Tensor, group: Any) -> Tensor:
     return _SumOverProcesses.apply(x, group)
 
 
-class SyncBatchNorm(nn.SyncBatchNorm):
+class SyncBatchNorm(_BatchNorm):
     """torch's layer of that name, which asks for a GPU, for any device.
 
     Sums are all that processes exchange: of the values first, then of the squares of what is left when the mean is
     taken away, each with its gradient. In evaluation, and in a single process, it is a ``BatchNorm``.
+
+    Args:
+        num_features: C of an input of shape [N, C, *].
+        eps, momentum, affine, track_running_stats, device, dtype: as for ``torch.nn.BatchNorm2d``.
+        process_group: which processes; ``None`` for all.
     """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self.process_group = process_group
+
+    @override
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2 dimensions (got {input.dim()}): [N, C, *].")
 
     @override
     def forward(self, input: Tensor) -> Tensor:
@@ -96,15 +121,18 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             self.running_mean.copy_(self.running_mean * (1 - share) + mean.to(self.running_mean.dtype) * share)
             self.running_var.copy_(self.running_var * (1 - share) + unbiased.to(self.running_var.dtype) * share)
 
-    @classmethod
-    def convert(cls, module: nn.Module) -> nn.Module:
-        """Make each batch normalization of ``module`` one of these; parameters and buffers stay the same tensors.
 
-        Args:
-            module: changed in place, unless it is itself a layer to convert.
-        """
-        module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
-        for layer in module.modules():
-            if type(layer) is nn.SyncBatchNorm:
-                layer.__class__ = cls
-        return module
+def sync(module: nn.Module) -> None:
+    """Make each batch normalization in ``module`` a :class:`SyncBatchNorm`, of the same tensors and hooks."""
+    for layer in module.modules():
+        if isinstance(layer, _BatchNorm) and type(layer) not in (SyncBatchNorm, nn.SyncBatchNorm):
+            layer.__dict__.update(process_group=None, _alone_class=type(layer))
+            layer.__class__ = SyncBatchNorm
+
+
+def unsync(module: nn.Module) -> None:
+    """Undo :func:`sync`."""
+    for layer in module.modules():
+        if isinstance(layer, SyncBatchNorm) and "_alone_class" in layer.__dict__:
+            layer.__class__ = layer.__dict__.pop("_alone_class")
+            del layer.__dict__["process_group"]

@@ -15,11 +15,11 @@ import torch
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ort.distributed.sync_batchnorm import SyncBatchNorm
+from lightning_ort.distributed.sync_batchnorm import sync, unsync
 from lightning_ort.lightning_packages import Variant
 from lightning_ort.validation import choice, shown
 
-__all__ = ["ParallelOptions", "SyncedLayers", "WatchedLauncher", "redirected"]
+__all__ = ["ParallelOptions", "SyncedLayers", "WatchedLauncher", "on_any_device", "redirected"]
 
 _OF_MODULE = frozenset(inspect.signature(DistributedDataParallel).parameters) - {
     "module", "device_ids", "output_device", "dim", "process_group", "device_mesh",
@@ -74,6 +74,21 @@ class ParallelOptions:
         }
 
 
+def on_any_device(hook: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """``hook`` in a form that torch takes on the CPU as well.
+
+    It asks by the names of the hooks for bfloat16 whether there is NCCL; gloo reduces that type as well.
+    """
+    if getattr(hook, "__name__", "") not in ("bf16_compress_hook", "bf16_compress_wrapper_hook"):
+        return hook
+
+    def bfloat16_hook(state, bucket):  # type: ignore[no-untyped-def]  # torch takes no annotations that are strings
+        assert hook is not None
+        return hook(state, bucket)
+
+    return bfloat16_hook
+
+
 _STEP = "_lightning_ort_step"
 """what a module's step is called while it is on its way through the wrapper's ``forward``"""
 
@@ -122,8 +137,14 @@ class SyncedLayers(Variant):
     """Lightning's plug-in for ``sync_batchnorm=True``, with layers that work on the CPU as well."""
 
     def apply(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Convert the layers of ``model``; the plug-in's own ``revert`` takes them back."""
-        return SyncBatchNorm.convert(model)
+        """Change the layers of ``model``."""
+        sync(model)
+        return model
+
+    def revert(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Change them back."""
+        unsync(model)
+        return model
 
 
 _GRACE = 20.0

@@ -20,7 +20,7 @@ from lightning_ort.checkpoints.resume import Restoring
 from lightning_ort.distributed.ranks import Ranks
 from lightning_ort.environment import require_onnxruntime
 from lightning_ort.errors import CheckpointError
-from lightning_ort.lightning.parallel import ParallelOptions, SyncedLayers, WatchedLauncher, redirected
+from lightning_ort.lightning.parallel import ParallelOptions, SyncedLayers, WatchedLauncher, on_any_device, redirected
 from lightning_ort.lightning.precision import ORTPrecision
 from lightning_ort.lightning_packages import MisconfigurationException, Package, Variant, everywhere, package_of, pl
 from lightning_ort.report import Report
@@ -168,6 +168,7 @@ class ORTStrategy(_Base):
         )
         self._device = device
         self._num_nodes = 1
+        self._layer_sync = None
         self._parallel_devices: list[torch.device] | None = None
         self._begin(accelerator, checkpoint_io, precision_plugin, cluster_environment)
         self.parallel_devices = parallel_devices
@@ -203,15 +204,15 @@ class ORTStrategy(_Base):
             return
         for name in ("global_rank", "local_rank", "world_size"):  # several devices ask their environment
             self.__dict__.pop(name, None)
-        # this resets it
-        nodes = self._num_nodes
+        # the base class resets them
+        nodes, layers = self._num_nodes, self._layer_sync
         super().__init__(
             parallel_devices=self._parallel_devices,  # type: ignore[arg-type]
             cluster_environment=cluster_environment,
             **common,  # type: ignore[arg-type]
             **self._parallel.arguments(),
         )
-        self._num_nodes = nodes
+        self._num_nodes, self._layer_sync = nodes, layers
 
     @property
     def several(self) -> bool:
@@ -355,7 +356,7 @@ class ORTStrategy(_Base):
         from lightning_ort.lightning.steps import CompiledSteps
         from lightning_ort.runtime.providers import resolve
 
-        self._refuse(trainer)
+        self._refuse()
         self._trainer = weakref.ref(trainer)
         resolve(self.root_device, self._config.providers, self._config.provider_options)
         super().setup(trainer)
@@ -372,9 +373,8 @@ class ORTStrategy(_Base):
         self._steps.set_optimizers(self.optimizers)
         self._steps.install()
 
-    def _refuse(self, trainer: pl.Trainer) -> None:
-        # private; Lightning leaves no other trace of sync_batchnorm
-        if not self.several and trainer._accelerator_connector._layer_sync is not None:
+    def _refuse(self) -> None:
+        if not self.several and self._layer_sync is not None:
             raise MisconfigurationException(
                 "sync_batchnorm=True has no meaning with strategy='ort' on one device: leave it out, or use several "
                 "devices."
@@ -384,7 +384,10 @@ class ORTStrategy(_Base):
     def _register_ddp_hooks(self) -> None:
         # Lightning's own registers hooks on GPUs alone, and says nothing of it
         register = package_of(self).get("overrides.distributed:_register_ddp_comm_hook")
-        register(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
+        hook = self._ddp_comm_hook
+        if hook is not None and self._ddp_comm_wrapper is not None:
+            hook = self._ddp_comm_wrapper(hook)
+        register(self.model, self._ddp_comm_state, on_any_device(hook) if self.root_device.type == "cpu" else hook)
 
     @override
     def teardown(self) -> None:

@@ -90,6 +90,9 @@ OPERATIONS = [
         ({a}.abs() + 0.2) ** {f}
         {a}.pow(3) * 0.1
         {a}.detach() * 0.5
+        {a}.detach()
+        {a}.detach()[:1]
+        {a}[-1:]
         {a}.clone()
         {a} * k
         {a} + step * 0.01

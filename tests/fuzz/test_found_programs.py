@@ -151,6 +151,29 @@ FOUND = {
         """,
         [Case(0), Case(0)],
     ),
+    "detached views": (
+        """
+        t0 = y * 1.5
+        t1 = y.detach()
+        t2 = x.detach()[-1:]
+        t4 = t0.detach()[:1]
+        torch._dynamo.graph_break()
+        t3 = (t1 * t1).mean() + (t2 * 0.3).tanh().sum() + t0.mean() + (t4 * t0).sum()
+        """,
+        [Case(6), Case(6), Case(5)],
+    ),
+    "views of what gets a gradient": (
+        """
+        t0 = torch.argsort(x, dim=-1, stable=True).to(x.dtype)
+        t1 = t0[-1:]
+        t2 = t0.detach()[:1]
+        torch._dynamo.graph_break()
+        t0.sub_(x, alpha=0.5)
+        torch._dynamo.graph_break()
+        t3 = (t0 * 0.3).tanh().mean() + t2.sum().detach()
+        """,
+        [Case(6), Case(6), Case(5)],
+    ),
     "products over an open size": (
         """
         t0 = x.T.prod(-1)
