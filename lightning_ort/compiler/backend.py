@@ -14,7 +14,7 @@ from lightning_ort.compiler.executors.executable import Account
 from lightning_ort.compiler.loss_scale import LossScaling
 from lightning_ort.compiler.placement import source_line
 from lightning_ort.compiler.plan import Fallback
-from lightning_ort.compiler.region import Region
+from lightning_ort.compiler.region import Region, timed_in_torch
 from lightning_ort.compiler.trace import Untraceable
 from lightning_ort.compiler.user_errors import Located
 from lightning_ort.environment import require_onnxruntime
@@ -87,7 +87,7 @@ class ORTBackend:
                 self._fallback([fallback])
             except UnsupportedError as error:
                 return _raising(error)
-            return Located(graph, graph.forward, torch.device("cpu"))
+            return Located(graph, timed_in_torch(graph.forward), torch.device("cpu"))
         except Exception as error:
             # Dynamo would wrap it in an exception of its own; raised at the call it keeps its type
             return _raising(error)

@@ -19,9 +19,17 @@ from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.callback import callback_handler
 
 from lightning_ort.compiler.symbolic_shapes import open_dims
-from lightning_ort.report import GraphBreak, InTorch, StepReport
+from lightning_ort.report import GraphBreak, InTorch, StepReport, timeline
 
-__all__ = ["DYNAMO_SETTINGS", "DynamoObserver", "OpenResults", "marked_open", "no_fast_path", "with_own_code"]
+__all__ = [
+    "DYNAMO_SETTINGS",
+    "LIBRARIES",
+    "DynamoObserver",
+    "OpenResults",
+    "marked_open",
+    "no_fast_path",
+    "with_own_code",
+]
 
 DYNAMO_SETTINGS = {
     # a counter attribute would otherwise be compiled for each of its values
@@ -124,7 +132,8 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 # Dynamo tells these things to its own log files only; this module is the one place that reads its records.
 
 
-_LIBRARIES = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))
+LIBRARIES = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))
+"""Where lines are that no user has written."""
 
 
 class DynamoObserver(logging.Handler):
@@ -204,7 +213,7 @@ class DynamoObserver(logging.Handler):
     def _enter_failure(report: StepReport, metrics: Any) -> None:
         """A function that Dynamo leaves to Python as a whole; what it calls may still be compiled."""
         where = str(metrics.co_filename or "")
-        if not metrics.fail_reason or not where or where.startswith(_LIBRARIES):
+        if not metrics.fail_reason or not where or where.startswith(LIBRARIES):
             return
         resumed = re.match(r"torch_dynamo_resume_in_(\w+)_at_(\d+)", metrics.co_name)
         entry = InTorch(
@@ -236,6 +245,7 @@ class DynamoObserver(logging.Handler):
 
     def _on_start(self, args: Any) -> None:
         self.compilations += 1
+        timeline.spoil()
         report = self._current()
         self._started = time.perf_counter()
         if report is not None:
@@ -305,5 +315,5 @@ def _why(text: str) -> str:
 
 def _users_line(stack: Sequence[Any]) -> str:
     """The innermost line that is not in a library; empty when there is none."""
-    frame = next((f for f in reversed(stack) if not f.filename.startswith(_LIBRARIES)), None)
+    frame = next((f for f in reversed(stack) if not f.filename.startswith(LIBRARIES)), None)
     return f"{frame.filename}:{frame.lineno}: {frame.line}" if frame else ""

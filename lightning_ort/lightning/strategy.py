@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,7 +27,7 @@ from lightning_ort.checkpoints.resume import Restoring
 from lightning_ort.environment import require_onnxruntime
 from lightning_ort.errors import CheckpointError
 from lightning_ort.lightning.precision import ORTPrecision
-from lightning_ort.report import Report
+from lightning_ort.report import Report, timeline
 from lightning_ort.validation import choice, flag, shown
 
 if TYPE_CHECKING:
@@ -374,7 +375,20 @@ class ORTStrategy(SingleDeviceStrategy):
         # Inside of a manual-optimization step Dynamo would take the update into the graph, where it comes out
         # differently in the last digits; what the closure computes belongs into a graph all the same.
         assert self._steps is not None
-        return super().optimizer_step(optimizer, self._steps.compile_closure(closure), model, **kwargs)
+        began = time.perf_counter()
+        result = super().optimizer_step(optimizer, self._steps.compile_closure(closure), model, **kwargs)
+        timeline.update_ends(began)
+        return result
+
+    @override
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        timeline.backward_begins()
+        super().pre_backward(closure_loss)
+
+    @override
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        super().post_backward(closure_loss)
+        timeline.backward_ends()
 
     def report(self) -> Report:
         """What ran where so far: per step function its graphs, recompilations, graph breaks, fallbacks, seconds."""

@@ -1,27 +1,32 @@
-"""What ran where: graphs, recompilations, graph breaks and operators that stayed in torch, per step function."""
+"""The accounts that a report is made of."""
 
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 
-from rich.console import Console
-from rich.table import Table
+from lightning_ort.report.figures import Figures, figures_of
+from lightning_ort.report.timeline import Timing
 
-__all__ = ["GraphBreak", "InTorch", "OptimizerReport", "Report", "StepReport"]
-
-
-_NAMES = {"onnxruntime": "ONNX Runtime", "torch": "torch", "inductor": "inductor", "eager": "eager"}
+__all__ = ["GraphBreak", "GraphReport", "InTorch", "OptimizerReport", "StepReport"]
 
 
 @dataclasses.dataclass(frozen=True)
 class GraphBreak:
-    """A place where a step leaves the graph for plain Python and enters another one afterwards."""
+    """A place where a step leaves the graph for plain Python and enters another one afterwards.
+
+    Attributes:
+        reason: why, in plain words.
+        source: the user's line.
+        expected: what asks for it, such as ``"manual optimization"``, where that is as it should be; else empty.
+        dynamo: Dynamo's explanation, where it says more.
+    """
 
     reason: str
     source: str
+    expected: str = ""
+    dynamo: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +38,44 @@ class InTorch:
     source: str
 
 
+@dataclasses.dataclass(eq=False)
+class GraphReport:
+    """Account of one compiled graph.
+
+    Attributes:
+        executor: who runs it: ``"onnxruntime"``, ``"torch"`` (as one graph), ``"inductor"``, or ``"eager"`` (torch, as
+            it would without this package).
+        why: why that one does, in words.
+        part: ``"forward"`` or ``"backward"`` where gradients have a graph of their own; else empty.
+        gradients: whether it computes gradients.
+        calls: how many calls of torch the step makes in it, those for gradients not counted.
+        begins: the user's line of the first one.
+        ends: the user's line of the last one.
+        inputs: tensors that it reads, without weights: the user's name to shape and type; open sizes have names.
+        weights: how many tensors that want a gradient it reads.
+        elements: how many numbers those have.
+        segments: in how many pieces ONNX Runtime and torch run it, where that is ONNX Runtime.
+        measured: executor to milliseconds of a run, where it was measured; of both parts in that of ``"forward"``.
+        speed: how often as fast as eager it was measured to be, with its other part; ``None`` where it was not.
+        seconds: it took to choose who runs it.
+    """
+
+    executor: str
+    why: str = ""
+    part: str = ""
+    gradients: bool = False
+    calls: int = 0
+    begins: str = ""
+    ends: str = ""
+    inputs: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    weights: int = 0
+    elements: int = 0
+    segments: tuple[int, int] = (0, 0)
+    measured: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    speed: float | None = None
+    seconds: float = 0.0
+
+
 @dataclasses.dataclass
 class StepReport:
     """Account of one step function.
@@ -42,6 +85,7 @@ class StepReport:
         calls: how often it was called.
         graphs: graphs compiled for it (forward with gradients in one is one graph).
         graphs_in_torch: those of them that torch runs whole, by choice.
+        each_graph: their accounts.
         measured: per graph that was run in turns to see who is the fastest, executor to milliseconds of a run; torch is
             missing where eager took more than twice as long as ONNX Runtime.
         recompilations: reasons why it was compiled again, one entry each.
@@ -51,12 +95,14 @@ class StepReport:
         on_cpu: ONNX operators of a step on a GPU that the CPU executes, and in how many places of the graphs.
         widened: 16-bit operators that compute in float32, for want of kernels: right, and not faster than float32.
         compile_seconds: wall-clock seconds spent compiling and measuring.
+        timing: the calls that were timed.
     """
 
     name: str
     calls: int = 0
     graphs: int = 0
     graphs_in_torch: int = 0
+    each_graph: list[GraphReport] = dataclasses.field(default_factory=list)
     measured: list[Mapping[str, float]] = dataclasses.field(default_factory=list)
     recompilations: list[str] = dataclasses.field(default_factory=list)
     graph_breaks: list[GraphBreak] = dataclasses.field(default_factory=list)
@@ -65,6 +111,7 @@ class StepReport:
     on_cpu: Counter[str] = dataclasses.field(default_factory=Counter)
     widened: int = 0
     compile_seconds: float = 0.0
+    timing: Timing = dataclasses.field(default_factory=Timing, repr=False)
 
     @property
     def all_in_ort(self) -> bool:
@@ -73,6 +120,33 @@ class StepReport:
         Between graphs there may be plain Python, and operators that torch was preferred for do not count.
         """
         return self.graphs > self.graphs_in_torch and not self.in_torch
+
+    def figures(self) -> Figures | None:
+        """What a call costs, where its time goes and when compiling is paid back; ``None`` before any call was timed.
+
+        **Time.** Some calls on the CPU are timed: the third, those that follow, then fewer and fewer, one in eight of
+        those so far. None is in which something is compiled, measured or compared with torch. The clock is read where
+        the step begins and ends, around each run of a graph and each of its pieces, around the backward and where the
+        optimizer's step has ended, so that a call that is not timed costs nothing to speak of. The figures are means of
+        the latest 32 such calls, without those that took more than three times as long as their median, because
+        something else had the machine.
+
+        **Shares.** ONNX Runtime has what its sessions take, and binding tensors to them. torch has the graphs and
+        operators that it runs, the random numbers of a graph, its autograd in the backward, and the update where it
+        makes it, gradient clipping and hooks before it included. Python has all the rest between the call and the end
+        of its update: Dynamo's guards, what a step does outside of its graphs (torch's calls there included), logging,
+        Lightning. What comes between two calls, such as the loader, is not counted.
+
+        **Against torch.** When the executor of a graph was chosen, here or in an earlier run on this machine, its run
+        was timed side by side with eager's. What a graph takes in the timed calls, times that ratio, is what it would
+        take in torch, and Python around it is taken to be the same. That is an estimate: ``lightning-ort bench``
+        measures whole trainings. Nothing is known where a graph was not measured: on a GPU, under
+        ``Trainer(deterministic=True)``, ``placement="onnxruntime"`` and the like.
+
+        **Paid back** is compiling from the call on at which :attr:`compile_seconds`, which include measuring, have been
+        saved by what a call is faster.
+        """
+        return figures_of(self)
 
 
 @dataclasses.dataclass
@@ -94,96 +168,3 @@ class OptimizerReport:
     graphs: int = 0
     reasons: list[InTorch] = dataclasses.field(default_factory=list)
     compile_seconds: float = 0.0
-
-
-class Report(Mapping[str, StepReport]):
-    """Step function name to its :class:`StepReport`; ``str(report)`` is a table.
-
-    Attributes:
-        optimizers: in order of their appearance.
-    """
-
-    def __init__(self) -> None:
-        self._steps: dict[str, StepReport] = {}
-        self.optimizers: list[OptimizerReport] = []
-
-    def __getitem__(self, name: str) -> StepReport:
-        return self._steps[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._steps)
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    def step(self, name: str) -> StepReport:
-        """The account of ``name``, opened if need be."""
-        return self._steps.setdefault(name, StepReport(name))
-
-    def __str__(self) -> str:
-        optimizers = [o for o in self.optimizers if o.in_ort or o.in_torch]
-        if not self._steps and not optimizers:
-            return "No step has run in ONNX Runtime yet."
-        buffer = io.StringIO()
-        console = Console(file=buffer, width=100, color_system=None)
-        table = Table(title="Steps in ONNX Runtime", title_justify="left")
-        table.add_column("step")
-        for column in ("calls", "graphs", "recompiled", "breaks", "in torch", "compiling"):
-            table.add_column(column, justify="right")
-        for s in self._steps.values():
-            table.add_row(
-                s.name, str(s.calls), str(s.graphs), str(len(s.recompilations)), str(len(s.graph_breaks)),
-                str(len(s.in_torch)), f"{s.compile_seconds:.1f} s",
-            )  # fmt: skip
-        console.print(table)
-        for s in self._steps.values():
-            details = [f"compiled again: {reason}" for reason in s.recompilations]
-            details += [f"graph break: {b.reason}{_at(b.source)}" for b in s.graph_breaks]
-            details += [f"in torch: {t.what}: {t.reason}{_at(t.source)}" for t in s.in_torch]
-            if s.graphs_in_torch:
-                why = "measured to be faster there" if s.measured else "as placement asks for"
-                details.append(f"in torch by choice: {s.graphs_in_torch} of {s.graphs} graphs ({why})")
-            # sizes that are alike share a measurement
-            details += dict.fromkeys(
-                f"measured: {', '.join(f'{_NAMES[executor]} {t:.3g} ms' for executor, t in times.items())}"
-                for times in s.measured
-            )
-            details += [
-                f"in torch by choice: {what}, {count} times: its kernel is faster than ONNX Runtime's, or chooses "
-                "among equals as eager does (placement='onnxruntime' keeps it there)"
-                for what, count in s.preferred.items()
-            ]
-            if s.on_cpu:
-                listed = ", ".join(f"{what} ({count})" for what, count in s.on_cpu.items())
-                details.append(
-                    f"on the CPU: {listed}: ONNX Runtime has no kernel for them on the GPU, or counts them as part of "
-                    "a shape. What they read and give is copied, and each run is waited for."
-                )
-            if s.widened:
-                details.append(
-                    f"16 bits: {s.widened} operators compute in float32 and round their results, because ONNX Runtime "
-                    "has no 16-bit kernels for them here. That is right, but slower than precision='32-true'."
-                )
-            if details:
-                console.print(f"{s.name}:", markup=False, highlight=False)
-            for line in details:
-                console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
-        if any(o.in_ort for o in optimizers):
-            console.print(_table_of(optimizers))
-        for line in dict.fromkeys(f"{r.what} in torch: {r.reason}" for o in optimizers for r in o.reasons):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-        return buffer.getvalue().rstrip()
-
-
-def _table_of(optimizers: Sequence[OptimizerReport]) -> Table:
-    table = Table(title="Optimizer updates", title_justify="left")
-    table.add_column("optimizer")
-    for column in ("in ONNX Runtime", "in torch", "graphs", "compiling"):
-        table.add_column(column, justify="right")
-    for o in optimizers:
-        table.add_row(o.name, str(o.in_ort), str(o.in_torch), str(o.graphs), f"{o.compile_seconds:.1f} s")
-    return table
-
-
-def _at(source: str) -> str:
-    return f" ({source})" if source else ""

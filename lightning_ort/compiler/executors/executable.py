@@ -14,6 +14,7 @@ from torch import fx
 from lightning_ort.compiler.plan import Fallback
 from lightning_ort.compiler.symbolic_shapes import Sizes, UnknownSize, is_number
 from lightning_ort.compiler.trace import Traced, Untraceable
+from lightning_ort.report import GraphReport
 
 __all__ = ["Account", "Eager", "Executable", "Results"]
 
@@ -52,6 +53,7 @@ class Account:
         milliseconds: if it was chosen by measuring, what a run took by candidate.
         choosing_seconds: how long that choice has taken.
         on_cpu: types of the ONNX operators that the CPU executes in a graph for a GPU, one entry per node.
+        report: the same for users, once it is taken into use.
     """
 
     executor: ClassVar[str]
@@ -62,6 +64,7 @@ class Account:
     on_cpu: Sequence[str] = ()
     milliseconds: Mapping[str, float] = MappingProxyType({})
     choosing_seconds: float = 0.0
+    report: GraphReport | None = None
 
 
 class Eager(Account):
