@@ -63,7 +63,7 @@ def report_of(
 
 def _shape(x: torch.Tensor) -> str:
     sizes = " x ".join(str(size) if isinstance(size, int) else "open" for size in x.shape)
-    return f"{sizes or 'a number'} {str(x.dtype).removeprefix('torch.')}"
+    return f"{sizes or 'one'} {str(x.dtype).removeprefix('torch.')}"
 
 
 def _speed(executor: str, choice: Choice | None) -> float | None:
