@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import os
 import time
 import weakref
@@ -277,6 +279,17 @@ class ORTStrategy(SingleDeviceStrategy):
         self._hooked_optimizers.remove()
         self._restoring = None
         super().teardown()
+
+    def __repr__(self) -> str:
+        """The arguments that are not the default ones."""
+        given = {
+            **{f.name: getattr(self._config, f.name) for f in dataclasses.fields(self._config)},
+            **{name: getattr(self, f"_{name}") for name in ("device", "on_unsupported", "verify", "print_report")},
+            "optimizer": self._hooked_optimizers.mode,
+        }
+        defaults = inspect.signature(ORTStrategy.__init__).parameters
+        changed = [f"{n}={p!r}" for n, p in given.items() if n in defaults and p != defaults[n].default]
+        return f"{type(self).__name__}({', '.join(changed)})"
 
     def __getstate__(self) -> dict[str, Any]:
         # whoever copies or saves a callback copies its Trainer; what has been compiled cannot leave the process

@@ -34,9 +34,10 @@ def save(report: Report, path: str | os.PathLike[str]) -> Path:
     """See :meth:`Report.save`."""
     target = Path(checked_path("path", path))
     if target.suffix.lower() != ".html":
+        suffix = f"ends in {target.suffix!r}" if target.suffix else "has no suffix"
         raise ValueError(
-            f"path={str(path)!r} ends in {target.suffix or 'no suffix'!r}, but a report is saved as a page: expected a "
-            f"name such as {target.with_suffix('.html').name or 'report.html'!r}. print(report) gives it as text."
+            f"path={str(path)!r} {suffix}, but a report is saved as a page: expected a name such as report.html. "
+            "print(report) gives it as text."
         )
     saved = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M")
     text = _template("page.html").render(report=_view(report), version=__version__, saved=saved)

@@ -85,7 +85,7 @@ def measured(times: Mapping[str, float]) -> str:
 def by_choice(step: StepReport) -> list[str]:
     """Operators that are elsewhere than their graph, or wider."""
     lines = [
-        f"in torch by choice: {what}, {count} times: its kernel is faster than ONNX Runtime's, or chooses "
+        f"in torch by choice: {what}, {_times(count)}: its kernel is faster than ONNX Runtime's, or chooses "
         "among equals as eager does (placement='onnxruntime' keeps it there)"
         for what, count in step.preferred.items()
     ]
@@ -101,6 +101,10 @@ def by_choice(step: StepReport) -> list[str]:
             "has no 16-bit kernels for them here. That is right, but slower than precision='32-true'."
         )
     return lines
+
+
+def _times(count: int) -> str:
+    return f"{count} times" if count > 1 else "in one place"
 
 
 def expected_breaks(step: StepReport) -> list[tuple[str, list[GraphBreak]]]:
