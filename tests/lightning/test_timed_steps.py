@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from statistics import median
 
 import pytest
 import torch
@@ -78,7 +79,10 @@ def whats(call, where):
 def test_a_fit(races):
     step, _ = trained(strategy={"optimizer": "torch"})
     figures = step.figures()
-    assert step.calls == 30 and 15 <= figures.timed <= len(step.timing.calls) <= 28
+    calls = step.timing.calls
+    usual = [c for c in calls if c.seconds <= 3 * median(c.seconds for c in calls)]
+    # 3rd to 16th, 19th, 22nd, 25th and 28th, unless a session is made in one
+    assert step.calls == 30 and 15 <= len(calls) <= 18 and figures.timed == len(usual)
     assert sum(figures.shares.values()) == pytest.approx(1.0)
     assert figures.shares["onnxruntime"] > 0 and figures.shares["torch"] > 0 and figures.shares["python"] > 0
     call = figures.call
@@ -89,8 +93,8 @@ def test_a_fit(races):
     (graph,) = step.each_graph
     assert run.graph is graph and (graph.executor, graph.speed, graph.gradients) == ("onnxruntime", 2.0, True)
     # as often as long in torch as it was measured to be
-    saved = [c.graphs[0].seconds for c in step.timing.calls if c.seconds <= 3 * call.seconds]
-    assert figures.seconds_in_torch == pytest.approx(figures.seconds + sum(saved) / len(saved), rel=0.2)
+    saved = sum(c.graphs[0].seconds for c in usual) / len(usual)
+    assert figures.seconds_in_torch == pytest.approx(figures.seconds + saved)
     assert figures.pays_from == math.ceil(step.compile_seconds / (figures.seconds_in_torch - figures.seconds))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from lightning_ort.report import GraphBreak, GraphReport, Report, words
@@ -75,6 +77,11 @@ def test_nothing_is_cut(report):
     long = "a reason of many words " * 30 + "with an end"
     report["training_step"].graph_breaks[2] = GraphBreak(long, "model.py:7: x", "", "")
     assert long in str(report)
+
+
+def test_where_it_points_to_is_there():
+    page = Path(__file__).parents[2] / words.PAGE
+    assert "## Graph breaks that are expected" in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
