@@ -143,7 +143,7 @@ class StepReport:
         measures whole trainings. Nothing is known where a graph was not measured: on a GPU, under
         ``Trainer(deterministic=True)``, ``placement="onnxruntime"`` and the like.
 
-        **Paid back** is compiling from the call on at which :attr:`compile_seconds`, which include measuring, have been
+        **Paid back** is compiling from the call on at which ``compile_seconds``, which include measuring, have been
         saved by what a call is faster.
         """
         return figures_of(self)

@@ -21,7 +21,7 @@ _DISTURBED = 3.0
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """What the timed calls of a step function show, see :meth:`StepReport.figures`.
+    """What timed calls of a step function show, see :meth:`StepReport.figures() <lightning_ort.StepReport.figures>`.
 
     Attributes:
         timed: how many calls these are means of.

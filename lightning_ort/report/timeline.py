@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import deque
+from collections.abc import Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -59,14 +60,14 @@ class TimedCall:
     """One call of a step function, with the backward and the update that followed it.
 
     Attributes:
-        began: when, on the clock of :func:`time.perf_counter`.
+        began: when, on the clock of ``time.perf_counter``.
         seconds: from there to the end of the last phase.
     """
 
     began: float
     seconds: float
-    _entries: tuple[_Entry, ...]
-    _phases: tuple[_Entry, ...]
+    _entries: Sequence[Any]
+    _phases: Sequence[Any]
 
     @property
     def phases(self) -> list[Interval]:
@@ -81,7 +82,7 @@ class TimedCall:
 
     @property
     def intervals(self) -> list[Interval]:
-        """Who had each moment: the innermost turn at that time, Python where there was none."""
+        """The innermost turn of each moment, one after the other; Python has what is no turn."""
         found: list[Interval] = []
         stack = [Interval("python", "", 0.0, self.seconds)]
 
