@@ -56,7 +56,7 @@ def report_of(
         elements=sum(x.numel() for x in weights),
         segments=getattr(account, "segments", (0, 0)),
         measured=dict(account.milliseconds),
-        speed=_speed(account.executor, choice),
+        **_against_eager(account.executor, part, choice),
         seconds=account.choosing_seconds,
     )
 
@@ -66,11 +66,12 @@ def _shape(x: torch.Tensor) -> str:
     return f"{sizes or 'one'} {str(x.dtype).removeprefix('torch.')}"
 
 
-def _speed(executor: str, choice: Choice | None) -> float | None:
-    """How often as fast as eager."""
-    if choice is None or not {executor, "eager"} <= choice.milliseconds.keys() or not choice.milliseconds[executor]:
-        return None
-    return choice.milliseconds["eager"] / choice.milliseconds[executor]
+def _against_eager(executor: str, part: str, choice: Choice | None) -> dict[str, Any]:
+    """Speed and gain, if both were measured."""
+    own, eager = (None if choice is None else choice.milliseconds.get(name) for name in (executor, "eager"))
+    if not own or eager is None:
+        return {}
+    return {"speed": eager / own, "gain": 0.0 if part == "backward" else (eager - own) / 1e3}
 
 
 def _why(account: Account, choice: Choice | None, config: RuntimeConfig, fakes: Sequence[Any]) -> str:

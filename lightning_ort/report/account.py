@@ -57,6 +57,7 @@ class GraphReport:
         segments: in how many pieces ONNX Runtime and torch run it, where that is ONNX Runtime.
         measured: executor to milliseconds of a run, where it was measured; of both parts in that of ``"forward"``.
         speed: how often as fast as eager it was measured to be, with its other part; ``None`` where it was not.
+        gain: seconds that eager was measured to take longer, for both parts in that of ``"forward"``; likewise.
         seconds: it took to choose who runs it.
     """
 
@@ -73,6 +74,7 @@ class GraphReport:
     segments: tuple[int, int] = (0, 0)
     measured: Mapping[str, float] = dataclasses.field(default_factory=dict)
     speed: float | None = None
+    gain: float | None = None
     seconds: float = 0.0
 
 
@@ -138,10 +140,11 @@ class StepReport:
         Lightning. What comes between two calls, such as the loader, is not counted.
 
         **Against torch.** When the executor of a graph was chosen, here or in an earlier run on this machine, its run
-        was timed side by side with eager's. What a graph takes in the timed calls, times that ratio, is what it would
-        take in torch, and Python around it is taken to be the same. That is an estimate: ``lightning-ort bench``
-        measures whole trainings. Nothing is known where a graph was not measured: on a GPU, under
-        ``Trainer(deterministic=True)``, ``placement="onnxruntime"`` and the like.
+        was timed side by side with eager's. In torch a call would take longer by that difference; or by what its graphs
+        take in the timed calls, times that ratio, where this is less: sizes may be others now, and among the rest of a
+        step a graph takes longer than alone. Python around graphs is taken to be the same. That is an estimate:
+        ``lightning-ort bench`` measures whole trainings. Nothing is known where a graph was not measured: on a GPU,
+        under ``Trainer(deterministic=True)``, ``placement="onnxruntime"`` and the like.
 
         **Paid back** is compiling from the call on at which ``compile_seconds``, which include measuring, have been
         saved by what a call is faster.

@@ -70,13 +70,13 @@ def figures_of(step: StepReport) -> Figures | None:
 
 def _saved(call: TimedCall) -> float | None:
     """Seconds that the graphs of ``call`` would have taken longer in torch; ``None`` where one was not measured."""
-    saved = 0.0
+    now = measured = 0.0
     for run in call.graphs:
-        speed = None if run.graph is None else run.graph.speed
-        if speed is None:
+        if run.graph is None or run.graph.speed is None or run.graph.gain is None:
             return None
-        saved += (speed - 1) * run.seconds
-    return saved
+        now += (run.graph.speed - 1) * run.seconds
+        measured += run.graph.gain
+    return min(now, measured)
 
 
 def _pays_from(compile_seconds: float, saved: float) -> float:

@@ -52,9 +52,9 @@ def report():
         "onnxruntime", "it took the least time when they were measured side by side", gradients=True, calls=9,
         begins="/home/me/model.py:3: y = f(x)", ends="/home/me/model.py:9: loss = g(y)",
         inputs={"batch[0]": "32 x 3 float32"}, weights=4, elements=1200, segments=(2, 1),
-        measured={"onnxruntime": 0.1, "eager": 0.2}, speed=2.0,
+        measured={"onnxruntime": 0.1, "eager": 0.2}, speed=2.0, gain=1.0,
     )  # fmt: skip
-    step.each_graph = [first, GraphReport("eager", "it took the least time", calls=1, speed=1.0)]
+    step.each_graph = [first, GraphReport("eager", "it took the least time", calls=1, speed=1.0, gain=0.0)]
     entries = (
         ("onnxruntime", "piece", 1e-4, 4e-4, None),
         ("torch", "piece", 4e-4, 4.5e-4, None),

@@ -160,7 +160,7 @@ def calls_of(graph: GraphReport | None, seconds: list[float], inside: float = 4.
 
 
 def test_figures():
-    step = calls_of(GraphReport("onnxruntime", speed=1.5), [10.0, 11.0, 12.0])
+    step = calls_of(GraphReport("onnxruntime", speed=1.5, gain=9.0), [10.0, 11.0, 12.0])
     figures = step.figures()
     assert figures.timed == 3 and figures.seconds == 11.0
     assert figures.shares == {"onnxruntime": pytest.approx(4 / 11), "torch": 0.0, "python": pytest.approx(7 / 11)}
@@ -169,14 +169,19 @@ def test_figures():
     assert figures.call.seconds == 11.0
 
 
+def test_an_estimate_is_not_larger_than_what_was_measured():
+    step = calls_of(GraphReport("onnxruntime", speed=1.5, gain=0.5), [10.0, 11.0, 12.0])
+    assert step.figures().seconds_in_torch == pytest.approx(11.5) and step.figures().pays_from == 60
+
+
 def test_a_call_that_something_else_disturbed_does_not_count():
-    step = calls_of(GraphReport("onnxruntime", speed=1.0), [10.0] * 5 + [31.0])
+    step = calls_of(GraphReport("onnxruntime", speed=1.0, gain=0.0), [10.0] * 5 + [31.0])
     assert step.figures().seconds == 10.0 and step.figures().timed == 5
 
 
 @pytest.mark.parametrize(("speed", "pays_from"), [(1.0, math.inf), (0.98, math.inf), (None, None)])
 def test_compiling_that_is_never_paid_back_or_nobody_knows(speed, pays_from):
-    figures = calls_of(GraphReport("torch", speed=speed), [10.0]).figures()
+    figures = calls_of(GraphReport("torch", speed=speed, gain=speed and 9 * (speed - 1)), [10.0]).figures()
     assert figures.pays_from == pays_from
     assert (figures.seconds_in_torch is None) == (speed is None)
 
@@ -189,6 +194,6 @@ def test_a_call_without_graphs_takes_as_long_in_torch():
 
 
 def test_reports_can_be_copied_and_pickled():
-    step = calls_of(GraphReport("onnxruntime", speed=1.5), [10.0])
+    step = calls_of(GraphReport("onnxruntime", speed=1.5, gain=9.0), [10.0])
     for other in (copy.deepcopy(step), pickle.loads(pickle.dumps(step))):
         assert other.figures().seconds_in_torch == step.figures().seconds_in_torch
