@@ -77,6 +77,7 @@ class CompiledSteps:
         self._open_sizes = OpenSizes(module)
         self._begun: Counter[tuple[str, bool]] = Counter()
         self._trainer: Trainer | None = None
+        self._device = "cpu"
 
     def install(self) -> None:
         """Prepare Dynamo; :meth:`remove` takes it back, and must be called in between."""
@@ -107,7 +108,7 @@ class CompiledSteps:
         outer, self._running = self._running, self.report.step(name)
         self._running.calls += 1
         if outer is None and (timeline.present is not None or self._running.calls >= self._running.timing.due):
-            timeline.begin(self._running, self.module.device.type)
+            timeline.begin(self._running, self._device)
         compilations, failures = self._observer.compilations, self._observer.failures
         self._recorder.allowed = name != "predict_step"  # whose loop has nowhere to keep it
         self._lists.place()
@@ -134,7 +135,7 @@ class CompiledSteps:
 
     def set_trainer(self, trainer: Trainer) -> None:
         """The Trainer that the module is trained by, whose metrics a step may read."""
-        self._trainer = trainer
+        self._trainer, self._device = trainer, trainer.strategy.root_device.type
         self._trainer_patches = [
             (trainer.__dict__, {"_logger_connector": logged_so_far(trainer._logger_connector, self._recorder)})
         ]
