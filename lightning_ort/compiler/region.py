@@ -14,7 +14,7 @@ from torch import fx
 from lightning_ort.compiler.autograd import ApartStep, LossStep, PairStep
 from lightning_ort.compiler.compilation import Compilation, Pair
 from lightning_ort.compiler.contest import MEMORY, Choice, Contest, Key, measures
-from lightning_ort.compiler.executors.executable import Account, Eager, Executable
+from lightning_ort.compiler.executors.executable import Account, Eager, Executable, timed_in_torch
 from lightning_ort.compiler.first_run import FirstRun, Incoming
 from lightning_ort.compiler.global_state import Surroundings, drawing_as_traced
 from lightning_ort.compiler.graph_report import report_of
@@ -23,10 +23,10 @@ from lightning_ort.compiler.loss_scale import LossScaling
 from lightning_ort.compiler.outputs import OutputLayout, overlap
 from lightning_ort.compiler.reference import ForkedRNG, rehearsal
 from lightning_ort.compiler.trace import Derivative, Untraceable, fake_inputs
-from lightning_ort.report import GraphReport, timeline
+from lightning_ort.report import timeline
 from lightning_ort.runtime.factory import SessionFactory
 
-__all__ = ["Region", "timed_in_torch"]
+__all__ = ["Region"]
 
 
 class Region:
@@ -410,21 +410,6 @@ class Region:
 def _shrink(unit: Executable | Pair) -> None:
     for executable in unit.graphs:
         executable.shrink()
-
-
-def timed_in_torch(forward: Callable[..., Any], report: GraphReport | None = None) -> Callable[..., Any]:
-    """``forward``, whose time is torch's in calls that are timed."""
-
-    def run(*args: Any) -> Any:
-        recording = timeline.present
-        if recording is None:
-            return forward(*args)
-        began = time.perf_counter()
-        results = forward(*args)
-        recording.add("torch", "operators" if report is None else "graph", began, report)
-        return results
-
-    return run
 
 
 def _uncounted(graph: fx.GraphModule) -> frozenset[int]:
