@@ -68,7 +68,7 @@ def _template(name: str) -> jinja2.Template:
 
 def _breakable(text: str) -> Markup:
     """``text`` that a narrow page breaks where a path or a name ends, and not inside of a word."""
-    parts = re.split(r"(?<=\w[/\\.,:;=(\[])(?=\S)", text)
+    parts = re.split(r"(?<=\w[/\\,:;=(\[])(?=\S)|(?<=[^\W\d]\.)(?=[^\W\d])", text)
     return Markup("<wbr>").join(escape(part) for part in parts)
 
 

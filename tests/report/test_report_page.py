@@ -126,6 +126,13 @@ def test_a_notebook_shows_the_same(report):
     assert "background: #" not in text and "prefers-color-scheme" not in text
 
 
+def test_lines_of_code_break_between_names(tmp_path):
+    report = Report()
+    report.step("training_step").graph_breaks = [GraphBreak("x", "/home/me/model.py:30: z = torch.exp(1.5)", "")]
+    text = report.save(tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "/home/<wbr>me/<wbr>model.<wbr>py:<wbr>30: z = torch.<wbr>exp(<wbr>1.5)" in text
+
+
 def test_a_report_of_nothing(tmp_path):
     shown = Page(Report().save(tmp_path / "report.html").read_text(encoding="utf-8"))
     assert "No step has run in ONNX Runtime yet." in shown.text
