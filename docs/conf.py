@@ -53,7 +53,7 @@ nitpick_ignore_regex = [
         r"(Accelerator|CheckpointIO|Precision|MisconfigurationException|UnpicklingError|_DEVICE)",
     ),  # Lightning's
     (r"py:.*", r"lightning_ort\.(compiler|optim\.settings)\..*|lightning_ort\..*\._\w+"),
-    (r"py:class", r"(list|dict)\[.*"),  # halves of a type
+    (r"py:class", r"(list|dict|tuple)\[.*|Where"),  # halves of a type, and names of types
 ]
 
 

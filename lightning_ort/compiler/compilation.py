@@ -21,6 +21,7 @@ from lightning_ort.compiler.outputs import OutputLayout, overlap
 from lightning_ort.compiler.partition import split
 from lightning_ort.compiler.trace import Derivative, Traced, Untraceable, trace
 from lightning_ort.compiler.trace_cache import TRACES, TraceKey, copied, size_facts
+from lightning_ort.report import timeline
 from lightning_ort.runtime.factory import SessionFactory
 
 __all__ = ["Compilation", "Pair"]
@@ -105,6 +106,7 @@ class Compilation:
         Raises:
             Untraceable: the graph has no functional form, or this executor cannot run it.
         """
+        timeline.spoil()
         with self._tracing():
             return self._make(executor, derivative, differentiated)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import sysconfig
 import threading
 import time
@@ -18,10 +17,19 @@ from torch import fx
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.callback import callback_handler
 
+from lightning_ort.compiler.dynamo_words import compiled_again, function_name, graph_break, why
 from lightning_ort.compiler.symbolic_shapes import open_dims
-from lightning_ort.report import GraphBreak, InTorch, StepReport
+from lightning_ort.report import InTorch, StepReport, timeline
 
-__all__ = ["DYNAMO_SETTINGS", "DynamoObserver", "OpenResults", "marked_open", "no_fast_path", "with_own_code"]
+__all__ = [
+    "DYNAMO_SETTINGS",
+    "LIBRARIES",
+    "DynamoObserver",
+    "OpenResults",
+    "marked_open",
+    "no_fast_path",
+    "with_own_code",
+]
 
 DYNAMO_SETTINGS = {
     # a counter attribute would otherwise be compiled for each of its values
@@ -126,7 +134,8 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 # Dynamo tells these things to its own log files only; this module is the one place that reads its records.
 
 
-_LIBRARIES = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))
+LIBRARIES = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))
+"""Where lines are that no user has written."""
 
 
 class DynamoObserver(logging.Handler):
@@ -193,28 +202,27 @@ class DynamoObserver(logging.Handler):
         if len(reasons) < self._breaks:  # cleared by torch.compiler.reset
             self._breaks = 0
         for reason in reasons[self._breaks :]:
-            entry = GraphBreak(_why(str(reason.reason)), _users_line(reason.user_stack))
+            entry = graph_break(str(reason.reason), _users_line(reason.user_stack))
             if entry.source and entry not in report.graph_breaks:
                 report.graph_breaks.append(entry)
         self._breaks = len(reasons)
         for metrics in self._metrics_since():
             self._enter_failure(report, metrics)
             if metrics.recompile_reason:
-                report.recompilations.append(f"{metrics.co_name}: {_summary(metrics.recompile_reason)}")
+                changed = compiled_again(metrics.recompile_reason)
+                report.recompilations.append(f"{function_name(metrics.co_name)}: {changed}")
 
     @staticmethod
     def _enter_failure(report: StepReport, metrics: Any) -> None:
         """A function that Dynamo leaves to Python as a whole; what it calls may still be compiled."""
         where = str(metrics.co_filename or "")
-        if not metrics.fail_reason or not where or where.startswith(_LIBRARIES):
+        if not metrics.fail_reason or not where or where.startswith(LIBRARIES):
             return
-        resumed = re.match(r"torch_dynamo_resume_in_(\w+)_at_(\d+)", metrics.co_name)
+        name = function_name(metrics.co_name)
         entry = InTorch(
-            what="{} from line {} on, as a whole".format(*resumed.groups())
-            if resumed
-            else f"{metrics.co_name} as a whole",
+            what=f"{name} as a whole" if name == metrics.co_name else f"{name}, as a whole",
             reason="Dynamo cannot compile a part of it, as where the graph breaks inside of a loop or a with block: "
-            f"{_why(metrics.fail_reason)}",
+            f"{why(metrics.fail_reason)}",
             source=f"{where}:{metrics.co_firstlineno}",
         )
         if entry not in report.in_torch:
@@ -227,17 +235,19 @@ class DynamoObserver(logging.Handler):
         if report is None or "torch._dynamo hit config." not in message:
             return
         lines = [line.strip() for line in message.splitlines()]
+        function = next((x.removeprefix("function: ") for x in lines if x.startswith("function: ")), "")
         entry = InTorch(
-            what=next((x.removeprefix("function: ") for x in lines if x.startswith("function: ")), "a function"),
-            reason="it changed too often: "
-            + next((x.removeprefix("last reason: ") for x in lines if x.startswith("last reason: ")), lines[0]),
-            source="",
+            what=function_name(function.partition("'")[2].partition("'")[0] or "a function"),
+            reason="it was compiled too often, and is left to Python from now on. Last of all: "
+            + compiled_again(next((x.removeprefix("last reason: ") for x in lines if x.startswith("last reason")), "")),
+            source=function.partition("(")[2].rstrip(")"),
         )
         if entry not in report.in_torch:
             report.in_torch.append(entry)
 
     def _on_start(self, args: Any) -> None:
         self.compilations += 1
+        timeline.spoil()
         report = self._current()
         self._started = time.perf_counter()
         if report is not None:
@@ -293,19 +303,7 @@ class _Silence(logging.Filter):
         return False
 
 
-def _summary(text: str) -> str:
-    """The first line that says something."""
-    return next((line.strip() for line in text.splitlines() if line.strip()), text)
-
-
-def _why(text: str) -> str:
-    """Dynamo's explanation of a graph break: the reason we gave when we put something outside, or its own summary."""
-    match = re.search(r"disabled function .* with the reason: (.+?)\.?$|Reason: (.+)|reason: (.+)", text, re.MULTILINE)
-    found = next((g for g in match.groups() if g), None) if match else None
-    return found.strip().rstrip(")") if found and found != "None" else _summary(text)
-
-
 def _users_line(stack: Sequence[Any]) -> str:
     """The innermost line that is not in a library; empty when there is none."""
-    frame = next((f for f in reversed(stack) if not f.filename.startswith(_LIBRARIES)), None)
+    frame = next((f for f in reversed(stack) if not f.filename.startswith(LIBRARIES)), None)
     return f"{frame.filename}:{frame.lineno}: {frame.line}" if frame else ""

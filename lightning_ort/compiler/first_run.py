@@ -15,6 +15,7 @@ from lightning_ort.compiler.global_state import Surroundings, drawing_as_traced
 from lightning_ort.compiler.reference import ForkedRNG, evaluate
 from lightning_ort.compiler.rounding import RoundingNoise
 from lightning_ort.errors import MismatchError
+from lightning_ort.report import timeline
 from lightning_ort.runtime.memory import release_free_memory
 from lightning_ort.verification import Doubts, Mismatch, Results, find_mismatch, has_nan, varied
 
@@ -77,6 +78,7 @@ class FirstRun:
         Raises:
             MismatchError: they are not torch's.
         """
+        timeline.spoil()
         start = ForkedRNG.state(self._device)
         with ForkedRNG(self._device):
             reference = self._evaluate(args, incoming, scale)
@@ -166,6 +168,7 @@ class FirstRun:
             wanted = Results({}, reference.gradients, {})
             return wanted, find_mismatch(Results({}, found, {}), wanted, self._names, referee, executable.half)
 
+        timeline.spoil()
         wanted, mismatch = compared(args, got)
         if mismatch is None:
             return list(got), True

@@ -7,6 +7,7 @@ import itertools
 import operator
 import re
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Any
 
 import onnx_ir as ir
@@ -28,6 +29,7 @@ from lightning_ort.compiler.placement import (
 )
 from lightning_ort.compiler.symbolic_shapes import Sizes, UnknownSize, is_number
 from lightning_ort.compiler.trace import Untraceable
+from lightning_ort.report import timeline
 from lightning_ort.runtime.factory import SessionFactory
 from lightning_ort.runtime.session import OrtSession
 from lightning_ort.runtime.tensors import is_supported
@@ -69,18 +71,37 @@ class Plan:
     _numbers: list[Callable[[Sequence[Any]], tuple[Any, ...]]]
     _n_inner: int
     _last_reads: list[list[Slot]]
+    _in_torch: list[bool]
+
+    @property
+    def segments(self) -> tuple[int, int]:
+        """How many ONNX Runtime executes, and how many torch."""
+        return self._in_torch.count(False), self._in_torch.count(True)
 
     def run(self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
         """Compute ``outputs``, tensors like the results, from ``inputs``."""
         values = [*inputs, *[evaluate(inputs)[0] for evaluate in self._numbers], *outputs]
-        if len(self._steps) == 1:
-            self._steps[0](values)
+        steps = self._steps if timeline.present is None else self._timed(timeline.present)
+        if len(steps) == 1:
+            steps[0](values)
             return
         values += [None] * self._n_inner
-        for step, done in zip(self._steps, self._last_reads, strict=True):
+        for step, done in zip(steps, self._last_reads, strict=True):
             step(values)
             for slot in done:
                 values[slot] = None
+
+    def _timed(self, recording: timeline.Recording) -> list[Step]:
+        def timed(step: Step, where: timeline.Where) -> Step:
+            def run(values: list[Any]) -> None:
+                began = perf_counter()
+                step(values)
+                recording.add(where, "piece", began)
+
+            return run
+
+        places = zip(self._steps, self._in_torch, strict=True)
+        return [timed(step, "torch" if in_torch else "onnxruntime") for step, in_torch in places]
 
 
 def build_plan(
@@ -133,6 +154,7 @@ class _Planner:
             self._numbers,
             n_inner,
             last_reads,
+            [segment.in_torch or not segment.outputs for segment in segments],
         )
 
     def _take_out(self, rejected: _Rejected) -> None:

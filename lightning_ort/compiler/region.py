@@ -14,14 +14,16 @@ from torch import fx
 from lightning_ort.compiler.autograd import ApartStep, LossStep, PairStep
 from lightning_ort.compiler.compilation import Compilation, Pair
 from lightning_ort.compiler.contest import MEMORY, Choice, Contest, Key, measures
-from lightning_ort.compiler.executors.executable import Account, Eager, Executable
+from lightning_ort.compiler.executors.executable import Account, Eager, Executable, timed_in_torch
 from lightning_ort.compiler.first_run import FirstRun, Incoming
 from lightning_ort.compiler.global_state import Surroundings, drawing_as_traced
+from lightning_ort.compiler.graph_report import report_of
 from lightning_ort.compiler.kept import Kept, before_write
 from lightning_ort.compiler.loss_scale import LossScaling
 from lightning_ort.compiler.outputs import OutputLayout, overlap
 from lightning_ort.compiler.reference import ForkedRNG, rehearsal
 from lightning_ort.compiler.trace import Derivative, Untraceable, fake_inputs
+from lightning_ort.report import timeline
 from lightning_ort.runtime.factory import SessionFactory
 
 __all__ = ["Region"]
@@ -89,6 +91,7 @@ class Region:
         self._contest: Contest | None = None
         self._choice: Choice | None = None
         self._eager = False
+        self._in_eager: Callable[..., Any] = graph.forward
         self._quiet = _uncounted(graph)
         self.differentiable = differentiable = self._layout.differentiable
         if differentiable and not (self.wanted and torch.is_grad_enabled()):
@@ -152,15 +155,21 @@ class Region:
         self._choice = choice or self._choice
         first, *others = unit.graphs
         first.milliseconds, first.choosing_seconds = {} if choice is None else choice.milliseconds, seconds
-        for executable in (first, *others):
-            self._on_chosen(executable)
+        for executable, part in zip((first, *others), ("forward", "backward") if others else ("",), strict=True):
+            self._tell(executable, self._choice, part)
+
+    def _tell(self, account: Account, choice: Choice | None, part: str = "") -> None:
+        name, config = self.first_run.input_name, self._sessions.config
+        account.report = report_of(account, part, self.graph, self._fakes, name, choice, config)
+        self._on_chosen(account)
 
     def _stay(self, choice: Choice, seconds: float) -> None:
         """Leave Dynamo's graph to torch, for good."""
         if not self._eager:
             account = Eager()
             account.milliseconds, account.choosing_seconds = choice.milliseconds, seconds
-            self._on_chosen(account)
+            self._tell(account, choice)
+            self._in_eager = timed_in_torch(self.graph.forward, account.report)
         self._eager, self._choice, self._loss, self._pair, self._plain = True, choice, None, None, None
 
     def _take(self, unit: Executable | Pair) -> None:
@@ -186,6 +195,7 @@ class Region:
         """Run what there is and its rivals on real inputs, without any effect, and keep the fastest."""
         unit = self._loss or self._pair or self._plain
         assert unit is not None
+        timeline.spoil()
         began = time.perf_counter()
         with ForkedRNG(self.device):
             inputs, incoming = self._inputs(args), self._ones(unit, args)
@@ -246,7 +256,7 @@ class Region:
         if self._contest is not None:
             self._compare(self._contest, args)
         if self._eager:
-            return self.graph.forward(*args)
+            return self._in_eager(*args)
         if self._plain is not None:
             tensors = self._layout.unique(self._execute(self._plain, args, {}))
             return self._layout.arrange(self._plain, tensors, args)

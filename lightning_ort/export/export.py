@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -58,6 +58,15 @@ class ExportedModel:
     difference: float
     checked: list[dict[str, int]]
     opset: int
+
+    def __repr__(self) -> str:
+        def listed(tensors: Mapping[str, tuple[int | str, ...]]) -> str:
+            return ", ".join(f"{name} [{' x '.join(map(str, shape))}]" for name, shape in tensors.items())
+
+        return (
+            f"<{type(self).__name__} {self.path}: {listed(self.inputs)} to {listed(self.outputs)}, opset {self.opset}, "
+            f"within {self.difference:.1g} of the module>"
+        )
 
 
 def export_onnx(

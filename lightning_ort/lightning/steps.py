@@ -23,7 +23,7 @@ from lightning_ort.lightning.growing_lists import GrowingLists, appended_attribu
 from lightning_ort.lightning.logged import LogRecorder, logged_so_far, results_stay
 from lightning_ort.lightning.open_sizes import OpenSizes
 from lightning_ort.lightning_packages import everywhere, package_of, pl, rank_zero_info
-from lightning_ort.report import InTorch, Report, StepReport
+from lightning_ort.report import InTorch, Report, StepReport, timeline
 
 __all__ = ["CompiledSteps"]
 
@@ -75,6 +75,7 @@ class CompiledSteps:
         self._open_sizes = OpenSizes(module)
         self._begun: Counter[tuple[str, bool]] = Counter()
         self._trainer: pl.Trainer | None = None
+        self._device = "cpu"
 
     def install(self) -> None:
         """Prepare Dynamo; :meth:`remove` takes it back, and must be called in between."""
@@ -88,6 +89,7 @@ class CompiledSteps:
         """Leave Dynamo as it was."""
         self._observer.remove()
         self._settings.close()
+        timeline.close()
 
     def __call__(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call the module's step function ``name``."""
@@ -103,6 +105,8 @@ class CompiledSteps:
             compiled = self._compiled[name] = torch.compile(with_own_code(method), backend=self._backend)
         outer, self._running = self._running, self.report.step(name)
         self._running.calls += 1
+        if outer is None and (timeline.present is not None or self._running.calls >= self._running.timing.due):
+            timeline.begin(self._running, self._device)
         compilations, failures = self._observer.compilations, self._observer.failures
         self._recorder.allowed = name != "predict_step"  # whose loop has nowhere to keep it
         self._lists.place()
@@ -123,11 +127,13 @@ class CompiledSteps:
                 self._open_sizes.note(name, (args, kwargs))
             self._running = outer
         self._recorder.flush()
+        if timeline.present is not None:
+            timeline.present.leave(name)
         return result
 
     def set_trainer(self, trainer: pl.Trainer) -> None:
         """The Trainer that the module is trained by, whose metrics a step may read."""
-        self._trainer = trainer
+        self._trainer, self._device = trainer, trainer.strategy.root_device.type
         self._trainer_patches = [
             (trainer.__dict__, {"_logger_connector": logged_so_far(trainer._logger_connector, self._recorder)})
         ]
@@ -157,6 +163,8 @@ class CompiledSteps:
 
     def _on_graph(self, executable: Account) -> None:
         if self._running is not None:
+            if executable.report is not None:
+                self._running.each_graph.append(executable.report)
             self._running.graphs += 1
             self._running.graphs_in_torch += executable.executor != "onnxruntime"
             if executable.milliseconds:

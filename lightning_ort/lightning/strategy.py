@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import inspect
 import os
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -23,7 +26,7 @@ from lightning_ort.errors import CheckpointError
 from lightning_ort.lightning.parallel import ParallelOptions, SyncedLayers, WatchedLauncher, on_any_device, redirected
 from lightning_ort.lightning.precision import ORTPrecision
 from lightning_ort.lightning_packages import MisconfigurationException, Package, Variant, everywhere, package_of, pl
-from lightning_ort.report import Report
+from lightning_ort.report import Report, timeline
 from lightning_ort.validation import choice, flag, shown
 
 if TYPE_CHECKING:
@@ -403,6 +406,17 @@ class ORTStrategy(_Base):
             self.ranks = MEMORY.agreement = None
         super().teardown()
 
+    def __repr__(self) -> str:
+        """The arguments that are not the default ones."""
+        given = {
+            **{f.name: getattr(self._config, f.name) for f in dataclasses.fields(self._config)},
+            **{name: getattr(self, f"_{name}") for name in ("device", "on_unsupported", "verify", "print_report")},
+            "optimizer": self._hooked_optimizers.mode,
+        }
+        defaults = inspect.signature(ORTStrategy.__init__).parameters
+        changed = [f"{n}={p!r}" for n, p in given.items() if n in defaults and p != defaults[n].default]
+        return f"{type(self).__name__}({', '.join(changed)})"
+
     def __getstate__(self) -> dict[str, Any]:
         # whoever copies or saves a callback copies its Trainer; what has been compiled cannot leave the process
         return {**super().__getstate__(), "_steps": None, "_trainer": None, "ranks": None}
@@ -501,7 +515,20 @@ class ORTStrategy(_Base):
         # Inside of a manual-optimization step Dynamo would take the update into the graph, where it comes out
         # differently in the last digits; what the closure computes belongs into a graph all the same.
         assert self._steps is not None
-        return super().optimizer_step(optimizer, self._steps.compile_closure(closure), model, **kwargs)
+        began = time.perf_counter()
+        result = super().optimizer_step(optimizer, self._steps.compile_closure(closure), model, **kwargs)
+        timeline.update_ends(began)
+        return result
+
+    @override
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        timeline.backward_begins()
+        super().pre_backward(closure_loss)
+
+    @override
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        super().post_backward(closure_loss)
+        timeline.backward_ends()
 
     def report(self) -> Report:
         """What ran where so far: per step function its graphs, recompilations, graph breaks, fallbacks, seconds."""

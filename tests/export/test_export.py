@@ -67,6 +67,9 @@ def test_file_computes_what_the_module_does_and_the_module_stays(path):
     assert exported.path == path
     assert exported.inputs == {"x": ("batch", FEATURES)} and exported.outputs == {"logits": ("batch", CLASSES)}
     assert exported.checked == [{"batch": 1}, {"batch": 2}, {"batch": 3}] and 0 <= exported.difference < 1e-6
+    assert repr(exported).startswith(
+        f"<ExportedModel {path}: x [batch x {FEATURES}] to logits [batch x {CLASSES}], opset 20"
+    )
     model = onnx.load(path)
     assert model.ir_version <= 10 and [(o.domain, o.version) for o in model.opset_import] == [("", 20)]
     assert "net.4.weight" in {t.name for t in model.graph.initializer}

@@ -78,6 +78,11 @@ def test_a_fit_goes_on_with_its_artifacts(tmp_path):
     strategy = lightning_ort.ORTStrategy(print_report=False)
     trainer = fit(module, tmp_path, strategy=strategy, callbacks=[callback], gradient_clip_val=0.5)
     assert callback.artifacts.state.optimizer.step == 6
+    numbers = sum(p.numel() for p in module.parameters())
+    assert (
+        repr(callback.artifacts)
+        == f"<Artifacts: 6 trained parameters ({numbers:,} numbers) with AdamW, from x, target>"
+    )
     strategy.export_artifacts(tmp_path / "again")
     state, ours, optimizer = opened(tmp_path / "artifacts")
     written = [load_file(tmp_path / d / "checkpoint.safetensors") for d in ("artifacts", "again")]

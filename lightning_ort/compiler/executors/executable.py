@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from time import perf_counter
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -14,8 +15,9 @@ from torch import fx
 from lightning_ort.compiler.plan import Fallback
 from lightning_ort.compiler.symbolic_shapes import Sizes, UnknownSize, is_number
 from lightning_ort.compiler.trace import Traced, Untraceable
+from lightning_ort.report import GraphReport, timeline
 
-__all__ = ["Account", "Eager", "Executable", "Results"]
+__all__ = ["Account", "Eager", "Executable", "Results", "timed_in_torch"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Account:
         milliseconds: if it was chosen by measuring, what a run took by candidate.
         choosing_seconds: how long that choice has taken.
         on_cpu: types of the ONNX operators that the CPU executes in a graph for a GPU, one entry per node.
+        report: the same for users, once it is taken into use.
     """
 
     executor: ClassVar[str]
@@ -62,6 +65,7 @@ class Account:
     on_cpu: Sequence[str] = ()
     milliseconds: Mapping[str, float] = MappingProxyType({})
     choosing_seconds: float = 0.0
+    report: GraphReport | None = None
 
 
 class Eager(Account):
@@ -159,3 +163,18 @@ class Executable(Account, ABC):
     def rehearse(self, inputs: Sequence[Any], incoming: Sequence[torch.Tensor]) -> None:
         """Run for the time it takes."""
         self.run(inputs)
+
+
+def timed_in_torch(forward: Callable[..., Any], report: GraphReport | None = None) -> Callable[..., Any]:
+    """``forward``, whose time is torch's in calls that are timed."""
+
+    def run(*args: Any) -> Any:
+        recording = timeline.present
+        if recording is None:
+            return forward(*args)
+        began = perf_counter()
+        results = forward(*args)
+        recording.add("torch", "operators" if report is None else "graph", began, report)
+        return results
+
+    return run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from lightning_ort.compiler.mixed_precision import CONVOLUTIONS, PRODUCTS, Widen
 from lightning_ort.compiler.plan import build_plan
 from lightning_ort.compiler.random import drawer
 from lightning_ort.compiler.trace import Traced
+from lightning_ort.report import timeline
 from lightning_ort.runtime.factory import SessionFactory
 
 __all__ = ["ORTExecutable"]
@@ -52,13 +54,18 @@ class ORTExecutable(Executable):
         self.plan = build_plan(traced.module, results.inputs, results.all, self._sessions)
         self._draw = drawer(traced.draws, sizes, device)
         self.fallbacks, self.preferred, self.on_cpu = self.plan.fallbacks, self.plan.preferred, self.plan.on_cpu
+        self.segments = self.plan.segments
 
     def shrink(self) -> None:
         for session in self.plan.sessions:
             session.shrink()
 
     def run(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
+        recording = timeline.present
+        began = 0.0 if recording is None else perf_counter()
         draws = self._draw(inputs) if self.has_draws else ()
+        if draws and recording is not None:
+            recording.add("torch", "random numbers", began)
         results = self._allocate(inputs)
         for i, buffer in self._kept.items():
             results.insert(i, buffer)
@@ -66,6 +73,8 @@ class ORTExecutable(Executable):
         self.plan.run([*inputs, *draws], results)
         for i, buffer in self._kept.items():
             results[i] = buffer.clone()
+        if recording is not None:
+            recording.add("python", "graph", began, self.report)
         return results
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from lightning_ort.compiler.executors.executable import Executable, Results
 from lightning_ort.compiler.mixed_precision import half_types
 from lightning_ort.compiler.random import drawer
 from lightning_ort.compiler.trace import Traced
+from lightning_ort.report import timeline
 
 __all__ = ["TorchExecutable"]
 
@@ -74,6 +76,8 @@ class TorchExecutable(Executable):
         return generate(module, results.inputs, results.all)
 
     def run(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
+        recording = timeline.present
+        began = 0.0 if recording is None else perf_counter()
         values = [*inputs, *self._draw(inputs)] if self.has_draws else [*inputs]
         for i in self._contiguous:
             values[i] = values[i].contiguous()
@@ -85,6 +89,8 @@ class TorchExecutable(Executable):
             if self._is_first:
                 self._separate(results, [x for x in inputs if isinstance(x, torch.Tensor)])
                 self._is_first = False
+        if recording is not None:
+            recording.add("torch", "graph", began, self.report)
         return results
 
     def shrink(self) -> None:

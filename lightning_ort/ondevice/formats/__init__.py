@@ -33,6 +33,12 @@ class Artifacts:
     inference: StepGraph | None
     optimizer: OptimizerConfig | None
 
+    def __repr__(self) -> str:
+        numbers = sum(self.state.parameters[name].numel() for name in self.state.trained)
+        trained = f"{len(self.state.trained)} trained parameters ({numbers:,} numbers)"
+        update = "without an optimizer" if self.optimizer is None else f"with {self.optimizer.kind}"
+        return f"<{type(self).__name__}: {trained} {update}, from {', '.join(i.name for i in self.train.inputs)}>"
+
 
 class Flavour(Protocol):
     """Reads and writes the files of one format. All methods raise one ``ValueError`` (or ``FileNotFoundError``) that

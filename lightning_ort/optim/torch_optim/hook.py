@@ -148,7 +148,7 @@ class HookedOptimizers:
     """
 
     def __init__(self, mode: Mode, config: RuntimeConfig, *, verify: bool, refuse: bool, report: Report) -> None:
-        self._mode, self._config, self._verify, self._refuse = mode, config, verify, refuse
+        self.mode, self._config, self._verify, self._refuse = mode, config, verify, refuse
         self._report = report
         self._hooks: list[StepHook] = []
 
@@ -166,7 +166,7 @@ class HookedOptimizers:
         wanted = {
             id(o): o
             for o in map(unwrapped, optimizers)
-            if isinstance(o, Optimizer) and not any(p.has(type(o)) for p in PACKAGES) and self._mode != "torch"
+            if isinstance(o, Optimizer) and not any(p.has(type(o)) for p in PACKAGES) and self.mode != "torch"
         }
         for hook in self._hooks:
             if id(hook.optimizer) not in wanted:
@@ -178,7 +178,7 @@ class HookedOptimizers:
             self._hooks.append(
                 StepHook(
                     optimizer,
-                    self._mode,
+                    self.mode,
                     self._config,
                     verify=self._verify,
                     refuse=self._refuse,

@@ -19,6 +19,7 @@ from lightning_ort.optim.torch_optim.families import FAMILIES, Group
 from lightning_ort.optim.torch_optim.first_update import FirstUpdate
 from lightning_ort.optim.torch_optim.members import InTorch, Member, Members
 from lightning_ort.optim.update import Update
+from lightning_ort.report import timeline
 from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.runtime.factory import SessionFactory
 
@@ -149,10 +150,19 @@ class OptimizerStepper:
             plans.append((plan, [gradients[k] for k in chosen], [limits[n] for n in own] if clip else None))
         check = self._verify and not all(plan.checked for plan, *_ in plans)
         first = FirstUpdate(self._optimizer, members) if check else None
+        if first is not None:
+            timeline.spoil()
         for member in members:
             self._members.enter(member)
-        for plan, given, most in plans:
-            plan.update.run(given, limits=most)
+        recording = timeline.present
+        if recording is None:
+            for plan, given, most in plans:
+                plan.update.run(given, limits=most)
+        else:
+            for plan, given, most in plans:
+                began = time.perf_counter()
+                plan.update.run(given, limits=most)
+                recording.add("onnxruntime", "update", began)
         if self._family.counters:
             torch._foreach_add_([m.counters[0] for m in members], 1.0)
         if len(self._family.counters) > 1:

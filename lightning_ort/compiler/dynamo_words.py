@@ -1,0 +1,102 @@
+"""Dynamo's reasons in plain words: for graph breaks, for compiling again, and for leaving a function to Python."""
+
+from __future__ import annotations
+
+import re
+
+from lightning_ort.report import GraphBreak
+
+__all__ = ["compiled_again", "function_name", "graph_break", "why"]
+
+_MANUAL = "manual optimization"
+_EXPECTED = (
+    (
+        r"(manual_backward|optimizers|(un)?toggled?_optimizer|clip_gradients|configure_gradient_clipping|lr_schedulers"
+        r"|lr_scheduler_step) is plain Python",
+        _MANUAL,
+    ),
+    (r"updates are no part of a graph|`Optimizer\.zero_grad`", _MANUAL),
+    (r"`optimizer_step` in mro .*weakref", _MANUAL),  # Lightning's optimizers hold the strategy by a weak reference
+    (r"(all_gather|print) is plain Python", "calls of Lightning"),
+    (r"metrics are plain Python", "metrics"),
+    (r"copies are no part of a graph", "copies of modules and metrics"),
+)
+"""What Dynamo, or this package, says of a break that is as it should be, and what asks for it."""
+
+_PLAIN = (
+    (r"generic_jump|[Dd]ata-dependent branching", "which way Python goes depends on the values of a tensor"),
+    (r"Tensor\.(?:item|tolist)\b", "a tensor becomes a number of Python"),
+    (r"`([\w.:]+)`'s output shape depends", "the size of a result depends on values ({})"),
+    (r"builtin operator `(\w+)`", "{}() is called with what Dynamo cannot follow"),
+    (r"builtin `(?:<unknown module>\.)?([\w.]*\w)\.?`", "{} is called, which Dynamo cannot look into"),
+    (r"function `([\w.]+)` should not be traced", "{} is called, which is plain Python"),
+    (r"`optimizer_step` in mro", "an optimizer's step is no part of a graph"),
+    (r"Unsupported context manager", "a with block that Dynamo does not know"),
+)
+
+
+def graph_break(text: str, source: str) -> GraphBreak:
+    """A break by Dynamo's reason, and the user's line."""
+    reason, explanation = _words(text)
+    expected = next((by for pattern, by in _EXPECTED if re.search(pattern, text)), "")
+    return GraphBreak(reason, source, expected, "" if expected else explanation)
+
+
+def why(text: str) -> str:
+    """Dynamo's reason, plain words first."""
+    reason, explanation = _words(text)
+    return f"{reason}. {explanation}" if explanation else reason
+
+
+def _words(text: str) -> tuple[str, str]:
+    """Plain words, or else Dynamo's; and Dynamo's if they are not those."""
+    given = re.search(r"\(reason: (.+)\)\s*$", text, re.MULTILINE)
+    given = given or re.search(
+        r"disabled function .* with the reason: (.+?)\.?$|(?<!skip )[Rr]eason: (.+)$", text, re.MULTILINE
+    )
+    if given:
+        found = next(group for group in given.groups() if group)
+        if found != "None":
+            return found.strip(), ""
+    explanation = _explanation(text)
+    for pattern, words in _PLAIN:
+        match = re.search(pattern, text)
+        if match:
+            return words.format(*match.groups()), explanation
+    return explanation.removeprefix("Dynamo: "), ""
+
+
+def _explanation(text: str) -> str:
+    """Dynamo's, whole, or its first line; it begins with "Dynamo"."""
+    match = re.search(r"Explanation: (.+?)(?=\n\s*Hint:|\n\s*\n|\n\s*Developer|\Z)", text, re.DOTALL)
+    found = " ".join((match[1] if match else _first_line(text)).split()).rstrip(".")
+    return found if found.startswith("Dynamo") else f"Dynamo: {found}"
+
+
+def function_name(name: str) -> str:
+    """A function by the name of its code, which Dynamo makes up for what comes after a break."""
+    resumed = re.search(r"torch_dynamo_resume_in_(\w+)_at_(\d+)", name)
+    return "{} from line {} on".format(*resumed.groups()) if resumed else name
+
+
+def compiled_again(text: str) -> str:
+    """Why a function did not fit what it had been compiled for, by Dynamo's failed guard."""
+    guard = re.sub(r"^\W*\d+/\d+: ", "", _first_line(text))
+    # the line of code is whole, but the path behind it is not
+    guard, *comments = re.split(r"\s+# ", guard)
+    size = re.fullmatch(r"tensor '(.+)' size mismatch at index (\d+)\. expected (\d+), actual (\d+)", guard)
+    if size:
+        return f"size {size[2]} of {_name(size[1])} was {size[3]} and is {size[4]}"
+    if not comments:
+        return _name(guard)
+    return f"not any more: {_name(guard)} ({comments[0].strip()})"
+
+
+def _name(expression: str) -> str:
+    """Variables as users write them."""
+    return re.sub(r"___stack\d+", "a value computed before", re.sub(r"\b[LG]\['(\w+)'\]", r"\1", expression))
+
+
+def _first_line(text: str) -> str:
+    """The first line that says something."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), text)
