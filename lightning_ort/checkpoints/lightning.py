@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ort.checkpoints.names import orttrainer_kind_of
+from lightning_ort.distributed.sharding import local_part
 from lightning_ort.errors import CheckpointError, DamagedFileError
 from lightning_ort.files.reading import check_growth, refusing
 from lightning_ort.files.writing import write_file
@@ -255,9 +256,10 @@ def make_record(trainer: pl.Trainer, module: nn.Module, optimizers: Sequence[Opt
 
 def _optimizer(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
     name_of = {id(p): name for name, p in module.named_parameters()}
+    whole, optimizer = optimizer, local_part(optimizer)
     kind, problem = orttrainer_kind_of(optimizer)
     # torch numbers them in this order, each once
-    params = list(dict.fromkeys(id(p) for group in optimizer.param_groups for p in group["params"]))
+    params = list(dict.fromkeys(id(p) for group in whole.param_groups for p in group["params"]))
     return {
         "class": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
         "kind": kind,

@@ -124,7 +124,7 @@ def _not_restarting(loop: Any) -> None:
 
 
 def _mismatch(optimizer: Optimizer, saved: Mapping[str, Any]) -> str:
-    own = optimizer.state_dict()["param_groups"]
+    own = optimizer.param_groups
     groups = saved.get("param_groups", [])
     sizes = [len(group["params"]) for group in groups]
     if sizes != [len(group["params"]) for group in own]:

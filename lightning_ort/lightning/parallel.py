@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ort.distributed.sync_batchnorm import sync, unsync
 from lightning_ort.lightning_packages import Variant
-from lightning_ort.validation import choice, shown
+from lightning_ort.validation import choice, flag, shown
 
 __all__ = ["ParallelOptions", "SyncedLayers", "WatchedLauncher", "on_any_device", "redirected"]
 
@@ -43,10 +43,12 @@ class ParallelOptions:
     ddp_comm_hook: Callable[..., Any] | None = None
     ddp_comm_wrapper: Callable[..., Any] | None = None
     model_averaging_period: int | None = None
+    shard_optimizer: bool = False
     of_module: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         choice("start_method", self.start_method, ("popen", "spawn", "fork", "forkserver"))
+        flag("shard_optimizer", self.shard_optimizer)
         for name in ("ddp_comm_hook", "ddp_comm_wrapper"):
             value = getattr(self, name)
             if value is not None and not callable(value):
@@ -82,7 +84,7 @@ def on_any_device(hook: Callable[..., Any] | None) -> Callable[..., Any] | None:
     if getattr(hook, "__name__", "") not in ("bf16_compress_hook", "bf16_compress_wrapper_hook"):
         return hook
 
-    def bfloat16_hook(state, bucket):  # type: ignore[no-untyped-def]  # torch takes no annotations that are strings
+    def bfloat16_hook(state, bucket):  # torch takes no annotations that are strings
         assert hook is not None
         return hook(state, bucket)
 

@@ -151,6 +151,14 @@ FOUND = {
         """,
         [Case(0), Case(0)],
     ),
+    "the sign of what all but vanishes": (
+        """
+        t0 = F.silu(y * 30.0)
+        t1 = torch.div(t0, t0.abs() + 0.5, rounding_mode="floor")
+        t3 = t1.mean() + (F.silu(x * 30.0) < 0).to(x.dtype).mean()
+        """,
+        [Case(6), Case(6, "large"), Case(5)],
+    ),
     "detached views": (
         """
         t0 = y * 1.5

@@ -46,11 +46,19 @@ for _name, _op in {
 
 # Their results reach sums and products, where the absolute error counts.
 _ABSOLUTE = {aten.mul.Tensor, aten.mul.Scalar, aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar}
+# Of these it is the sign of a tiny number that counts, or its digits.
+_RELATIVE = {
+    aten.floor, aten.ceil, aten.sign, aten.sgn, aten.signbit, aten.copysign, aten.heaviside, aten.div, aten.remainder,
+    aten.floor_divide, aten.fmod, aten.log, aten.log2, aten.log10, aten.reciprocal, aten.rsqrt, aten.eq, aten.ne, aten.lt,
+    aten.le, aten.gt, aten.ge, aten.nonzero, aten.logical_not, aten.argmax, aten.argmin, aten.topk, aten.sort,
+}  # fmt: skip
 
 
 def _counts_absolutely(user: fx.Node, node: fx.Node) -> bool:
     """Whether ``user`` does not care for the digits of a tiny ``node``, as the difference from a label of 0 does."""
-    return user.target in _ABSOLUTE and not (user.target is aten.sub.Tensor and user.args[0] is node)
+    if user.target not in _ABSOLUTE or (user.target is aten.sub.Tensor and user.args[0] is node):
+        return False
+    return not any(getattr(after.target, "overloadpacket", None) in _RELATIVE for after in user.users)
 
 
 @lowers(aten.sigmoid.default)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 
+from lightning_ort.distributed.sharding import local_part
 from lightning_ort.errors import UnsupportedError
 from lightning_ort.lightning_packages import PACKAGES, rank_zero_info
 from lightning_ort.optim.kinds import unwrapped
@@ -165,7 +166,7 @@ class HookedOptimizers:
         # wrapped by users or not; what stands in for no optimizer at all is Lightning's own
         wanted = {
             id(o): o
-            for o in map(unwrapped, optimizers)
+            for o in (local_part(unwrapped(o)) for o in optimizers)
             if isinstance(o, Optimizer) and not any(p.has(type(o)) for p in PACKAGES) and self.mode != "torch"
         }
         for hook in self._hooks:

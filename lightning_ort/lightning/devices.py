@@ -1,0 +1,278 @@
+"""The devices that a strategy trains on, and whose Trainer it belongs to: all that Lightning fills in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from typing_extensions import override
+
+from lightning_ort.checkpoints import ORTCheckpointIO
+from lightning_ort.distributed.ranks import Ranks
+from lightning_ort.distributed.sharding import sharded
+from lightning_ort.lightning.parallel import ParallelOptions, SyncedLayers, WatchedLauncher, on_any_device
+from lightning_ort.lightning.precision import ORTPrecision
+from lightning_ort.lightning_packages import MisconfigurationException, Package, Variant, everywhere, package_of, pl
+from lightning_ort.validation import shown
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+    from lightning.fabric.utilities.types import _DEVICE
+    from lightning.pytorch.accelerators import Accelerator
+    from lightning.pytorch.plugins.precision import Precision
+    from lightning.pytorch.strategies import DDPStrategy
+
+    class _Base(Variant, DDPStrategy):
+        """What several devices have; one has less."""
+else:
+    _Base = Variant
+
+__all__ = ["OnDevices"]
+
+_PRECISIONS = ("Precision", "DoublePrecision", "HalfPrecision", "MixedPrecision")
+
+
+def _check_kinds(device: Any, accelerator: Any, parallel_devices: Any, checkpoint_io: Any) -> None:
+    """Raise if an argument that the Trainer fills in was given by hand and is something else."""
+    # private, but what all wrappers of such objects inherit from
+    io = (*everywhere("plugins.io:CheckpointIO"), *everywhere("plugins.io.wrapper:_WrappingCheckpointIO"))
+    for name, value, kind in (
+        ("accelerator", accelerator, everywhere("accelerators:Accelerator")),
+        ("checkpoint_io", checkpoint_io, io),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"{name}={shown(value)}: expected an object of that kind, or None.")
+    if device is not None and not isinstance(device, (str, int, torch.device)):
+        raise TypeError(f"device={shown(device)}: expected 'cpu', 'cuda:0' or a torch.device.")
+    try:
+        torch.device(device if device is not None else "cpu")
+    except RuntimeError as error:
+        raise ValueError(f"device={shown(device)}: {error}") from None
+    if parallel_devices is not None and not (
+        isinstance(parallel_devices, (list, tuple)) and all(isinstance(d, torch.device) for d in parallel_devices)
+    ):
+        raise TypeError(f"parallel_devices={shown(parallel_devices)}: expected a list of torch.device.")
+
+
+class OnDevices(_Base):
+    """One of Lightning's strategies: ``SingleDeviceStrategy``, or ``DDPStrategy`` where there are several devices, of
+    the package whose Trainer it is given to.
+
+    Args:
+        device, accelerator, parallel_devices, checkpoint_io, precision_plugin, cluster_environment: see
+            :class:`~lightning_ort.ORTStrategy`.
+        options: for several devices.
+
+    Attributes:
+        ranks: the other processes, while there are several.
+    """
+
+    def __init__(
+        self,
+        device: _DEVICE | None,
+        accelerator: Accelerator | None,
+        parallel_devices: Sequence[torch.device] | None,
+        checkpoint_io: CheckpointIO | None,
+        precision_plugin: Precision | None,
+        cluster_environment: ClusterEnvironment | None,
+        options: ParallelOptions,
+    ) -> None:
+        _check_kinds(device, accelerator, parallel_devices, checkpoint_io)
+        self._device, self._parallel = device, options
+        self._num_nodes = 1
+        self._layer_sync = None
+        self._parallel_devices: list[torch.device] | None = None
+        self.ranks: Ranks | None = None
+        self._begin(accelerator, checkpoint_io, precision_plugin, cluster_environment)
+        self.parallel_devices = parallel_devices
+
+    @classmethod
+    @override
+    def _first_bases(cls) -> tuple[type, ...]:
+        return everywhere("strategies:SingleDeviceStrategy")[:1]
+
+    def _begin(
+        self,
+        accelerator: Accelerator | None,
+        checkpoint_io: CheckpointIO | None,
+        precision_plugin: Precision | None,
+        cluster_environment: ClusterEnvironment | None,
+    ) -> None:
+        """What the base class keeps, at first."""
+        self.cluster_environment = cluster_environment
+        common = {"accelerator": accelerator, "checkpoint_io": checkpoint_io, "precision_plugin": precision_plugin}
+        if not self.several:
+            super().__init__(device=self._device or "cpu", **common)  # type: ignore[arg-type]
+            return
+        for name in ("global_rank", "local_rank", "world_size"):  # several devices ask their environment
+            self.__dict__.pop(name, None)
+        # the base class resets them
+        nodes, layers = self._num_nodes, self._layer_sync
+        super().__init__(
+            parallel_devices=self._parallel_devices,
+            cluster_environment=cluster_environment,
+            **common,  # type: ignore[arg-type]
+            **self._parallel.arguments(),
+        )
+        self._num_nodes, self._layer_sync = nodes, layers
+
+    @property
+    def several(self) -> bool:
+        """Whether this is one of several processes, each with a device, that train together."""
+        return self._num_nodes * len(self._parallel_devices or ()) > 1
+
+    def _take_bases(self, package: Package) -> None:
+        """Be a strategy of ``package``, for one device or for several."""
+        base = package.get("strategies:DDPStrategy" if self.several else "strategies:SingleDeviceStrategy")
+        if self._bases == (base,):
+            return
+        self._change_bases(base)
+        # past the properties, which have something in the place of what is missing
+        self._begin(self._accelerator, self._checkpoint_io, self._precision_plugin, self.cluster_environment)
+
+    @override
+    def set_world_ranks(self) -> None:
+        """Called by the Trainer, when all is known that it fills in."""
+        # an environment is always of the package of the Trainer; accelerators and plug-ins may be of both
+        self._take_bases(package_of(self.cluster_environment, self.accelerator))
+        if isinstance(self._precision_plugin, ORTPrecision):
+            self._precision_plugin.take_bases(package_of(self))
+        if self.several:
+            super().set_world_ranks()
+            if type(self._layer_sync) in everywhere("plugins.layer_sync:TorchSyncBatchNorm"):
+                self._layer_sync = SyncedLayers.around(self._layer_sync)
+
+    @override
+    def _configure_launcher(self) -> None:
+        if self.several:
+            super()._configure_launcher()
+            self._launcher = WatchedLauncher.around(self._launcher)
+        else:
+            self._launcher = None
+
+    @property
+    @override
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The devices of this machine that Lightning's accelerator chose."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: Sequence[torch.device] | None) -> None:
+        if devices and len(devices) > 1 and self._device is not None:
+            raise MisconfigurationException(
+                f"ORTStrategy(device={str(self._device)!r}) trains there, but the Trainer was given {len(devices)} "
+                "devices. Leave device out, or use Trainer(devices=1)."
+            )
+        self._parallel_devices = None if devices is None else list(devices)
+        if devices and self._device is None:
+            self._root_device = devices[0]
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return super().root_device if self.several else self._root_device
+
+    @property
+    @override
+    def num_nodes(self) -> int:
+        """Number of machines."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def is_distributed(self) -> bool:
+        """What Lightning asks before it gives each process its part of the data."""
+        return self.several
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    @override
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        own = [kind for name in _PRECISIONS for kind in everywhere(f"plugins.precision:{name}")]
+        if not (
+            precision_plugin is None or isinstance(precision_plugin, ORTPrecision) or type(precision_plugin) in own
+        ):
+            name = getattr(precision_plugin, "precision", precision_plugin)
+            raise MisconfigurationException(
+                "strategy='ort' computes in precision='32-true', '64-true', '16-mixed', 'bf16-mixed', '16-true' or "
+                f"'bf16-true', but the Trainer was given precision={name!r} ({type(precision_plugin).__name__}). Use "
+                "one of these, or plugins=[ORTPrecision(...)]."
+            )
+        if isinstance(precision_plugin, everywhere("plugins.precision:MixedPrecision")):
+            precision_plugin = ORTPrecision.replacing(precision_plugin)
+        self._precision_plugin = precision_plugin
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = ORTCheckpointIO()
+        elif isinstance(self._checkpoint_io, everywhere("plugins.io.wrapper:_WrappingCheckpointIO")):
+            # such as AsyncCheckpointIO(); ignored by one that has been given another
+            self._checkpoint_io.checkpoint_io = ORTCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    @override
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    # -- several processes ----------------------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self.several:
+            from lightning_ort.compiler.contest import MEMORY
+
+            assert self.cluster_environment is not None
+            self.ranks = Ranks(self.cluster_environment.main_address)
+            MEMORY.agreement = self.ranks.agreed
+
+    def check_layers(self) -> None:
+        """Refuse to synchronize layers of one device.
+
+        Raises:
+            MisconfigurationException: ``sync_batchnorm`` was set.
+        """
+        if not self.several and self._layer_sync is not None:
+            raise MisconfigurationException(
+                "sync_batchnorm=True has no meaning with strategy='ort' on one device: leave it out, or use several "
+                "devices."
+            )
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if self._parallel.shard_optimizer and self.several:
+            schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+            self.optimizers = [sharded(optimizer, schedulers) for optimizer in self.optimizers]
+
+    @override
+    def _register_ddp_hooks(self) -> None:
+        # Lightning's own registers hooks on GPUs alone, and says nothing of it
+        register = package_of(self).get("overrides.distributed:_register_ddp_comm_hook")
+        hook = self._ddp_comm_hook
+        if hook is not None and self._ddp_comm_wrapper is not None:
+            hook = self._ddp_comm_wrapper(hook)
+        register(self.model, self._ddp_comm_state, on_any_device(hook) if self.root_device.type == "cpu" else hook)
+
+    @override
+    def teardown(self) -> None:
+        if self.ranks is not None:
+            from lightning_ort.compiler.contest import MEMORY
+
+            self.ranks.close()
+            self.ranks = MEMORY.agreement = None
+        super().teardown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "ranks": None}
