@@ -155,6 +155,10 @@ class ORTCLI(LightningCLI):
         missing = missing_checkpoint(self._get(self.config, "ckpt_path"))
         if missing is not None:
             _refuse(missing)
+        evaluates = self.subcommand in ("validate", "test", "predict")
+        if evaluates and self._get(self.config, "trainer", default={}).get("logger") is False:
+            # there is no run that it belongs to, and the next command would find the file in its way
+            self.save_config_callback = None
         if self.subcommand in ("examine", "bench"):
             # some loggers open a connection as soon as they are made
             for name, value in (("logger", False), ("callbacks", None), ("profiler", None)):
