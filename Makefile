@@ -28,7 +28,7 @@ PIP_OPTIONS := -qq --disable-pip-version-check --no-input
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo    set up $(CPU) and train a digit classifier in ONNX Runtime"
+	@echo "make demo    set up $(CPU) and train a digit classifier in PyTorch and in ONNX Runtime"
 	@echo "make test    set up both environments, check format, lint and types, run the tests in both"
 	@echo "make test-gpu set up $(GPU) with PyPI's CUDA builds and run the tests for a GPU, which must be there"
 	@echo "make fuzz    make random programs, damaged files and options for SECONDS=600 each, in both environments"
@@ -102,7 +102,7 @@ $(JAVASCRIPT)/$(STAMP): examples/ondevice/package.json
 	else echo "The tests in JavaScript are skipped: npm is not there, or cannot install $<."; fi
 
 clean:
-	rm -rf .mypy_cache .pytest_cache .ruff_cache build dist lightning_logs checkpoints
+	rm -rf .mypy_cache .pytest_cache .ruff_cache build digits dist lightning_logs checkpoints
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 clean-environments:

@@ -77,13 +77,13 @@ def draw(runs: list[Run], path: Path) -> None:
     """The validation losses of all epochs, one curve a run."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for run in runs:
         losses = [epoch["val_loss"] for epoch in run.epochs]
         axes.plot(range(1, len(losses) + 1), losses, marker=".", label=f"{run.name}: {run.best:.4f}")
     axes.set(xlabel="epoch", ylabel="val_loss", yscale="log")
-    axes.legend(title="best of the run")
+    figure.legend(title="run and its best", loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=150)
 
 

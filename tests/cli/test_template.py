@@ -141,7 +141,7 @@ def test_a_sweep_draws_its_losses(template):
     runs = [sweep.Run(f"lr={lr}", template, [{"val_loss": lr}, {"val_loss": lr / 2}], lr / 2) for lr in (0.1, 0.3)]
     sweep.draw(runs, template / "sweep.png")
     picture = image.imread(template / "sweep.png")
-    assert picture.shape[:2] == (600, 1050) and picture.std() > 0.05
+    assert picture.shape[:2] == (675, 1050) and picture.std() > 0.05
 
 
 @pytest.mark.stock_only
