@@ -18,18 +18,22 @@ CPU := .venv-cpu
 STOCK := .venv-stock
 GPU := .venv-gpu
 DOCS := .venv-docs
+RELEASE := .venv-release
+WHEEL := .venv-wheel
 JAVASCRIPT := examples/ondevice/node_modules
 STAMP := .lightning_ort-installed
 PIP_OPTIONS := -qq --disable-pip-version-check --no-input
 
-.PHONY: help demo test test-gpu fuzz networks lint format docs bench environments clean clean-environments
+.PHONY: help demo test test-stock test-cpu test-gpu fuzz networks lint format docs bench dist smoke environments clean \
+	clean-environments
 .DEFAULT_GOAL := help
 # make would take a half-made environment for a finished one
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo    set up $(CPU) and train a digit classifier in ONNX Runtime"
+	@echo "make demo    set up $(CPU) and train a digit classifier in PyTorch and in ONNX Runtime"
 	@echo "make test    set up both environments, check format, lint and types, run the tests in both"
+	@echo "make test-stock, make test-cpu run the tests in one of the environments"
 	@echo "make test-gpu set up $(GPU) with PyPI's CUDA builds and run the tests for a GPU, which must be there"
 	@echo "make fuzz    make random programs, damaged files and options for SECONDS=600 each, in both environments"
 	@echo "make networks train random networks, NETWORKS=1000 of them, to see that their check refuses none"
@@ -37,14 +41,17 @@ help:
 	@echo "make format  format the code and mend what lint can mend"
 	@echo "make docs    set up $(DOCS) and build the documentation into build/docs"
 	@echo "make bench   run the benchmarks in $(STOCK) and write their tables and pictures into docs/ (half an hour)"
+	@echo "make dist    build wheel and sdist into dist/ and check them"
+	@echo "make smoke   make dist, then install the wheel alone into $(WHEEL) and try it"
 	@echo "make clean   remove caches; make clean-environments removes both environments"
 
 demo: $(CPU)/$(STAMP)
 	@$(CPU)/bin/python examples/digits.py
 
-test: lint $(CPU)/$(STAMP) $(JAVASCRIPT)/$(STAMP)
-	$(STOCK)/bin/python -m pytest --numprocesses=auto --maxprocesses=4 $(PYTEST)
-	$(CPU)/bin/python -m pytest --numprocesses=auto --maxprocesses=4 $(PYTEST)
+test: lint test-stock test-cpu
+
+test-stock test-cpu: test-%: .venv-%/$(STAMP) $(JAVASCRIPT)/$(STAMP)
+	.venv-$*/bin/python -m pytest --numprocesses=auto --maxprocesses=4 $(PYTEST)
 
 networks: $(STOCK)/$(STAMP)
 	LIGHTNING_ORT_TEST_NETWORKS=$(NETWORKS) $(STOCK)/bin/python -m pytest --numprocesses=auto \
@@ -78,6 +85,24 @@ bench: $(STOCK)/.bench-installed
 	$(STOCK)/bin/python -m benchmarks $(BENCH)
 	$(STOCK)/bin/python -m benchmarks.page
 
+# --no-isolation: by the version of hatchling that is tested
+dist: $(RELEASE)/$(STAMP)
+	rm -rf dist
+	$(RELEASE)/bin/python -m build --no-isolation
+	$(RELEASE)/bin/python -m twine check --strict dist/*
+
+smoke: dist
+	rm -rf $(WHEEL)
+	$(PYTHON) -m venv $(WHEEL)
+	$(WHEEL)/bin/python -m pip install $(PIP_OPTIONS) $(TORCH_INDEX) -r requirements/torch.txt
+	$(WHEEL)/bin/python -m pip install $(PIP_OPTIONS) "$$(ls dist/*.whl)[stock,template]"
+	$(WHEEL)/bin/python .ci/smoke.py
+
+$(RELEASE)/$(STAMP): requirements/release.txt
+	@$(PYTHON) -m venv $(RELEASE)
+	@$(RELEASE)/bin/python -m pip install $(PIP_OPTIONS) -r $<
+	@touch $@
+
 $(STOCK)/.bench-installed: requirements/bench.txt $(STOCK)/$(STAMP)
 	@$(STOCK)/bin/python -m pip install $(PIP_OPTIONS) -r $<
 	@touch $@
@@ -102,8 +127,8 @@ $(JAVASCRIPT)/$(STAMP): examples/ondevice/package.json
 	else echo "The tests in JavaScript are skipped: npm is not there, or cannot install $<."; fi
 
 clean:
-	rm -rf .mypy_cache .pytest_cache .ruff_cache build dist lightning_logs checkpoints
+	rm -rf .mypy_cache .pytest_cache .ruff_cache build digits dist lightning_logs checkpoints
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 clean-environments:
-	rm -rf $(CPU) $(STOCK) $(GPU) $(DOCS) $(JAVASCRIPT)
+	rm -rf $(CPU) $(STOCK) $(GPU) $(DOCS) $(RELEASE) $(WHEEL) $(JAVASCRIPT)

@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_ort import _moved
 from lightning_ort._version import __version__
-from lightning_ort.checkpoints import ORTCheckpointIO
-from lightning_ort.errors import (
-    CheckpointError,
-    CompilationError,
-    ExportError,
-    IndexOutOfRangeError,
-    MismatchError,
-    ProviderError,
-    RankError,
-    RefusedValueError,
-    UnsupportedError,
-)
-from lightning_ort.lightning.accelerator import ORTAccelerator
-from lightning_ort.lightning.precision import ORTPrecision
-from lightning_ort.lightning.strategy import ORTStrategy
-from lightning_ort.lightning_packages import everywhere
-from lightning_ort.report import Report, StepReport
 
 if TYPE_CHECKING:
     from lightning_ort import amp, ondevice, optim
+    from lightning_ort.checkpoints import ORTCheckpointIO
+    from lightning_ort.errors import (
+        CheckpointError,
+        CompilationError,
+        ExportError,
+        IndexOutOfRangeError,
+        MismatchError,
+        ProviderError,
+        RankError,
+        RefusedValueError,
+        UnsupportedError,
+    )
     from lightning_ort.export import ExportedModel, ORTExport, export_onnx
+    from lightning_ort.lightning.accelerator import ORTAccelerator
     from lightning_ort.lightning.examine import Examination, examine
+    from lightning_ort.lightning.precision import ORTPrecision
+    from lightning_ort.lightning.strategy import ORTStrategy
     from lightning_ort.ondevice import ORTArtifacts
+    from lightning_ort.report import Report, StepReport
     from lightning_ort.trainer import ORTTrainer, ORTTrainerOptions, PropagateCastOpsStrategy, TrainStepInfo
     from lightning_ort.training_session import TrainingParameters, TrainingSession
     from lightning_ort.training_session.gradient_graph import GradientGraphBuilder
@@ -69,29 +70,52 @@ __all__ = [
     "optim",
 ]
 
-# not needed by the strategy, and imported when they are asked for
-_MODULES = {"amp": "lightning_ort.amp", "ondevice": "lightning_ort.ondevice", "optim": "lightning_ort.optim"}
-_CLASSES = dict.fromkeys(
-    ("ORTTrainer", "ORTTrainerOptions", "PropagateCastOpsStrategy", "TrainStepInfo"), "lightning_ort.trainer"
-)
-_CLASSES |= dict.fromkeys(("TrainingParameters", "TrainingSession"), "lightning_ort.training_session")
-_CLASSES |= dict.fromkeys(("ExportedModel", "ORTExport", "export_onnx"), "lightning_ort.export")
-_CLASSES |= dict.fromkeys(("Examination", "examine"), "lightning_ort.lightning.examine")
-_CLASSES["GradientGraphBuilder"] = "lightning_ort.training_session.gradient_graph"
-_CLASSES["ORTArtifacts"] = "lightning_ort.ondevice"
+_MODULES = ("amp", "ondevice", "optim")
+_NAMES = {
+    "checkpoints": ("ORTCheckpointIO",),
+    "errors": (
+        "CheckpointError", "CompilationError", "ExportError", "IndexOutOfRangeError", "MismatchError", "ProviderError", "RankError",
+        "RefusedValueError", "UnsupportedError",
+    ),
+    "export": ("ExportedModel", "ORTExport", "export_onnx"),
+    "lightning.accelerator": ("ORTAccelerator",),
+    "lightning.examine": ("Examination", "examine"),
+    "lightning.precision": ("ORTPrecision",),
+    "lightning.strategy": ("ORTStrategy",),
+    "ondevice": ("ORTArtifacts",),
+    "report": ("Report", "StepReport"),
+    "trainer": ("ORTTrainer", "ORTTrainerOptions", "PropagateCastOpsStrategy", "TrainStepInfo"),
+    "training_session": ("TrainingParameters", "TrainingSession"),
+    "training_session.gradient_graph": ("GradientGraphBuilder",),
+}  # fmt: skip
+"""Module to what is imported from it when it is asked for."""
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return importlib.import_module(_MODULES[name])
-    if name in _CLASSES:
-        return getattr(importlib.import_module(_CLASSES[name]), name)
+        return importlib.import_module(f"{__name__}.{name}")
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-for _registry in everywhere("strategies:StrategyRegistry"):
-    ORTStrategy.register_strategies(_registry)
-for _registry in everywhere("accelerators:AcceleratorRegistry"):
-    if ORTAccelerator.name() not in _registry:
-        ORTAccelerator.register_accelerators(_registry)
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _is_the_command() -> bool:
+    """Whether this process is ``lightning-ort`` or ``python -m lightning_ort``.
+
+    It imports what it is asked for when it knows that; all others import this package for the strategy.
+    """
+    if sys.argv[:1] == ["-m"]:  # Python looks for the module, whose name stands before the arguments
+        return sys.orig_argv[-len(sys.argv)].removeprefix("-m") == __name__
+    return Path(sys.argv[0]).stem == "lightning-ort" if sys.argv else False
+
+
 _moved.install()
+if not _is_the_command():
+    from lightning_ort.lightning import register
+
+    register()

@@ -21,7 +21,7 @@ _DISTRIBUTION = "lightning-ort"
 # installed by users as one extra, which the ONNX Runtime itself is checked for
 _RUNTIMES = ("onnxruntime", "ort-")
 # what others than developers have a use for
-_EXTRAS = {"cli": "lightning-ort fit, validate, test, predict and examine need it"}
+_EXTRAS = {"cli": "lightning-ort fit, validate, test, predict, examine and bench need it"}
 _VERSIONS = ("torch", "lightning", "onnx", "onnx-ir", "onnxscript", "numpy", "torchmetrics", "jsonargparse")
 
 
@@ -72,7 +72,10 @@ def diagnose() -> Iterator[Finding]:
         yield Finding("problem", f"ONNX Runtime cannot be imported: {type(error).__name__}: {error}")
     if found is not None:
         yield Finding("ok", f"ONNX Runtime {found.version} ({found.distribution or 'a build without metadata'})")
-        yield from _providers(found)
+        try:
+            yield from _providers(found)
+        except ImportError as error:  # what is missing is among the requirements
+            yield Finding("problem", f"Execution providers are not tried: {error}")
     yield from _requirements()
     versions = [f"{name} {version}" for name in _VERSIONS if (version := _version(name))]
     yield Finding("ok", ", ".join(versions))

@@ -7,28 +7,52 @@ import dataclasses
 import sys
 import tempfile
 import traceback
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-# classes that a configuration can name without their modules
 import lightning_ort
 from lightning_ort.bench.child import Child
 from lightning_ort.bench.contestants import STRATEGIES
 from lightning_ort.bench.measure import Settings
 from lightning_ort.cli.bench import bench, bench_flags, train_in_turns
-from lightning_ort.export import ORTExport  # noqa: F401
+from lightning_ort.cli.mistakes import Mistake, missing_checkpoint, of_parser, of_trainer, shows_tracebacks
+from lightning_ort.export import ORTExport  # noqa: F401 - a configuration can name it without its module
+from lightning_ort.lightning import register
 from lightning_ort.lightning.examine import examination_flags, examine_in, load_weights
 
 __all__ = ["ORTCLI"]
 
-_EPILOG = (
-    "lightning-ort doctor: says what of the installation is missing, too old or in conflict, and how to mend it. "
-    "lightning-ort --version: prints the version."
-)
+_EPILOG = "lightning-ort --help lists the commands that need no configuration."
+
+
+class _Parser(LightningArgumentParser):
+    """Whose errors are three lines; the usage of all options is what ``--help`` prints."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if not self.exit_on_error or shows_tracebacks():
+            super().error(message, ex)
+        # an option that a configuration names for a command is refused by the parser of all commands
+        _refuse(of_parser(getattr(ex, "subcommand_parser", None) or self, message))
+
+
+def _refuse(mistake: Mistake) -> NoReturn:
+    print(mistake, file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _is_about_options(error: BaseException) -> bool:
+    """Whether no code of the user has raised it, or what it was raised for: that needs a traceback."""
+    packages: set[str] = set()
+    cause: BaseException | None = error
+    while cause is not None:
+        frames = (frame for frame, _ in traceback.walk_tb(cause.__traceback__))
+        packages |= {frame.f_globals.get("__name__", "").partition(".")[0] for frame in frames}
+        cause = cause.__cause__ or cause.__context__
+    return packages <= {"contextlib", "jsonargparse", "lightning", "lightning_ort"}
 
 
 class _Trainer(Trainer):
@@ -110,6 +134,8 @@ class ORTCLI(LightningCLI):
         self._child = Child.of_this_process()
         self._folder = contextlib.ExitStack()
         self._args = kwargs.get("args")
+        register()
+        kwargs.setdefault("parser_class", _Parser)
         kwargs.setdefault("trainer_class", _Trainer)
         kwargs["trainer_defaults"] = {"strategy": "ort", **(kwargs.get("trainer_defaults") or {})}
         kwargs["parser_kwargs"] = {
@@ -126,6 +152,13 @@ class ORTCLI(LightningCLI):
 
     @override
     def before_instantiate_classes(self) -> None:
+        missing = missing_checkpoint(self._get(self.config, "ckpt_path"))
+        if missing is not None:
+            _refuse(missing)
+        evaluates = self.subcommand in ("validate", "test", "predict")
+        if evaluates and self._get(self.config, "trainer", default={}).get("logger") is False:
+            # there is no run that it belongs to, and the next command would find the file in its way
+            self.save_config_callback = None
         if self.subcommand in ("examine", "bench"):
             # some loggers open a connection as soon as they are made
             for name, value in (("logger", False), ("callbacks", None), ("profiler", None)):
@@ -139,7 +172,12 @@ class ORTCLI(LightningCLI):
             # LightningCLI looks up there what it calls in vain of this class
             self.trainer = self.trainer_class  # type: ignore[assignment]
         else:
-            super().instantiate_classes()
+            try:
+                super().instantiate_classes()
+            except (MisconfigurationException, TypeError, ValueError) as error:
+                if shows_tracebacks() or not _is_about_options(error):
+                    raise
+                _refuse(of_trainer(error, self._get(self.config, "trainer", default={})))
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:

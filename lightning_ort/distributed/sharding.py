@@ -29,9 +29,8 @@ def sharded(optimizer: Optimizer, schedulers: Iterable[Any] = ()) -> ZeroRedunda
         ValueError: its class takes no parameters and settings as torch's do.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # other optimizers of that package are compiled by an old way
+        # other optimizers of that package are compiled in a way that torch has given up
+        warnings.simplefilter("ignore", DeprecationWarning)
         from torch.distributed.optim import ZeroRedundancyOptimizer
     kind = type(optimizer)
     accepted = inspect.signature(kind).parameters

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -38,7 +39,7 @@ class ParallelOptions:
 
     process_group_backend: str | None = None
     timeout: timedelta | None = None
-    start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
+    start_method: Literal["popen", "spawn", "fork", "forkserver"] | None = None
     ddp_comm_state: object | None = None
     ddp_comm_hook: Callable[..., Any] | None = None
     ddp_comm_wrapper: Callable[..., Any] | None = None
@@ -47,7 +48,7 @@ class ParallelOptions:
     of_module: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        choice("start_method", self.start_method, ("popen", "spawn", "fork", "forkserver"))
+        choice("start_method", self.start_method, (None, "popen", "spawn", "fork", "forkserver"))
         flag("shard_optimizer", self.shard_optimizer)
         for name in ("ddp_comm_hook", "ddp_comm_wrapper"):
             value = getattr(self, name)
@@ -67,7 +68,8 @@ class ParallelOptions:
         return {
             "process_group_backend": self.process_group_backend,
             "timeout": self.timeout or default_pg_timeout,
-            "start_method": self.start_method,
+            # a notebook is no script that could be started again
+            "start_method": self.start_method or ("fork" if hasattr(sys, "ps1") else "popen"),
             "ddp_comm_state": self.ddp_comm_state,
             "ddp_comm_hook": self.ddp_comm_hook,
             "ddp_comm_wrapper": self.ddp_comm_wrapper,

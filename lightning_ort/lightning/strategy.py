@@ -74,8 +74,10 @@ class ORTStrategy(OnDevices):
         print_report: print the report when a fit has ended.
         optimizer: who updates the parameters: ``"ort"`` (ONNX Runtime; torch where it cannot, which is reported),
             ``"torch"``, or ``"auto"``, the faster of the two by a rule of sizes. The states are torch's in any case.
-        cluster_environment, process_group_backend, timeout, start_method, ddp_comm_state, ddp_comm_hook,
-        ddp_comm_wrapper, model_averaging_period: for ``Trainer(devices=..., num_nodes=...)`` of more than one, as
+        start_method: how several processes of one machine are started, as ``DDPStrategy`` has it; by default
+            ``"fork"`` in a notebook, and as scripts of their own (``"popen"``) elsewhere.
+        cluster_environment, process_group_backend, timeout, ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper,
+        model_averaging_period: for ``Trainer(devices=..., num_nodes=...)`` of more than one, as
             Lightning's ``DDPStrategy`` has them; but hooks work on the CPU as well.
         shard_optimizer: with several devices, each keeps the states of a part of the parameters and updates it, by
             torch's ``ZeroRedundancyOptimizer``; checkpoints have all of them.
@@ -111,7 +113,7 @@ class ORTStrategy(OnDevices):
         cluster_environment: ClusterEnvironment | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] | None = None,
         ddp_comm_state: object | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
@@ -356,7 +358,21 @@ class ORTStrategy(OnDevices):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        strategy_registry.register(cls.strategy_name, cls, description="steps executed by ONNX Runtime")
+        what = "steps executed by ONNX Runtime"
+        strategy_registry.register(cls.strategy_name, cls, description=what)
+        for name, start_method in (("spawn", "spawn"), ("fork", "fork"), ("notebook", "fork")):
+            strategy_registry.register(
+                f"{cls.strategy_name}_{name}",
+                cls,
+                description=f"{what}, processes by {name}",
+                start_method=start_method,
+            )
+        strategy_registry.register(
+            f"{cls.strategy_name}_find_unused_parameters_true",
+            cls,
+            description=f"{what}, parameters without a gradient",
+            find_unused_parameters=True,
+        )
 
 
 # before it has taken the base class that the Trainer at hand needs, it is a strategy all the same

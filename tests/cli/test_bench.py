@@ -107,14 +107,6 @@ def test_bench_of_a_program_that_gives_the_arguments(project):
         ORTCLI(Classifier, TableData, args=["bench", *QUICK])
 
 
-def test_help_names_it(capsys):
-    from lightning_ort.cli import main
-
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    assert "bench" in capsys.readouterr().out
-
-
 def test_children_train_as_the_configuration_says():
     """What the Trainer of a child gets: the options of the user's strategy stay, what ends or writes goes."""
     from types import SimpleNamespace

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import pkgutil
-import re
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -222,25 +218,3 @@ def test_examine_from_python_leaves_the_module(tmp_path, monkeypatch):
     assert "predict_step: not examined, there is no predict_dataloader" in str(found)
     assert_same_state(before, state_of(module), 0.0)
     assert module.layer.weight.grad is None and os.listdir(tmp_path) == []
-
-
-def test_command_without_its_parser(monkeypatch, capsys):
-    import lightning.pytorch.cli as module
-
-    absent = type("Absent", (SimpleNamespace,), {"__bool__": lambda self: False})(requirement="jsonargparse[x]>=4")
-    monkeypatch.setattr(module, "_JSONARGPARSE_SIGNATURES_AVAILABLE", absent)
-    assert call("fit", "--config=no.yaml") == 2
-    assert (
-        'needs jsonargparse[x]>=4, which is not installed: pip install "jsonargparse[x]>=4"' in capsys.readouterr().err
-    )
-
-
-def test_version(capsys):
-    import lightning_ort
-    from lightning_ort.cli import main
-
-    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    (target,) = re.findall(r'^lightning-ort = "(.+)"$', project, re.MULTILINE)
-    assert pkgutil.resolve_name(target) is main
-    assert call("--version") == 0
-    assert capsys.readouterr().out == f"{lightning_ort.__version__}\n"

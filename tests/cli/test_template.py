@@ -1,13 +1,14 @@
-"""The team template in examples/template: its commands, its configurations and its sweep."""
+"""The team template in examples/template: its commands, its configurations, its sweep, and ``lightning-ort new``."""
 
 from __future__ import annotations
 
 import csv
 import importlib.util
 import os
-import shutil
+import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import onnxruntime
@@ -25,8 +26,10 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def template(tmp_path, monkeypatch):
     """A copy of the template, as the current folder."""
+    from lightning_ort.cli import main
+
     folder = tmp_path / "template"
-    shutil.copytree(ROOT / "examples" / "template", folder, ignore=shutil.ignore_patterns("runs", "__pycache__"))
+    assert main(["new", str(folder)]) == 0
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])  # the command adds the current folder
     yield folder
@@ -34,43 +37,70 @@ def template(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
+def sweep_of(template: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("sweep", template / "sweep.py")
+    sweep = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sweep)
+    return sweep
+
+
 def metrics(folder: Path, name: str) -> list[float]:
     with open(folder / "metrics.csv") as file:
         return [float(row[name]) for row in csv.DictReader(file) if row[name]]
 
 
-def test_command_of_the_readme(template):
-    """Two configurations and one value; models are found in the current folder."""
+def test_commands_of_the_readme(template, capsys):
+    """Two configurations and one value, then a test; models are found in the current folder."""
     from lightning_ort.cli import main
 
-    command = "lightning-ort fit --config configs/defaults.yaml --config configs/experiments/wide.yaml"
-    assert command in (template / "README.md").read_text()
+    fit = "lightning-ort fit --config configs/defaults.yaml --config configs/experiments/wide.yaml"
+    test = "lightning-ort test --config runs/wide/version_0/config.yaml --ckpt_path "
+    test += "runs/wide/version_0/checkpoints/best.ckpt --trainer.logger=false"
+    assert {fit, test} <= set((template / "README.md").read_text().splitlines())
     torch._dynamo.reset()
     with quiet():
-        assert main([*command.split()[1:], "--model.init_args.dropout=0.2"]) == 0
+        assert main([*fit.split()[1:], "--model.init_args.dropout=0.2"]) == 0
     folder = template / "runs" / "wide" / "version_0"
     assert {"config.yaml", "metrics.csv", "model.onnx", "checkpoints"} <= set(os.listdir(folder))
     settings = yaml.safe_load((folder / "config.yaml").read_text())
     model = {"features": 30, "width": 128, "depth": 1, "dropout": 0.2}
     assert settings["model"] == {"class_path": "screening.model.Classifier", "init_args": model}
     assert settings["trainer"]["strategy"]["class_path"] == "lightning_ort.ORTStrategy"
-    assert len(metrics(folder, "val_loss")) == 10 and max(metrics(folder, "val_accuracy")) > 0.93
+    losses, accuracies = metrics(folder, "val_loss"), metrics(folder, "val_accuracy")
+    assert len(losses) == 10 and max(accuracies) > 0.93
+    best = losses.index(min(losses))
+    assert capsys.readouterr().out.splitlines()[-5:] == [
+        f"best epoch    {best + 1} of 10",
+        f"val_loss      {losses[best]:.4f}",
+        f"val_accuracy  {accuracies[best]:.4f}",
+        "checkpoint    runs/wide/version_0/checkpoints/best.ckpt",
+        "model         runs/wide/version_0/model.onnx",
+    ]
+
+    files = sorted(template.rglob("*"))
+    for _ in range(2):  # what a first one left would be in the way of the second
+        with quiet():
+            assert main(test.split()[1:]) == 0
+    assert "test_accuracy" in capsys.readouterr().out
+    assert sorted(template.rglob("*")) == files
 
 
 def test_sweep_exports_the_best_of_each_run(template, monkeypatch, capsys):
-    spec = importlib.util.spec_from_file_location("sweep", template / "sweep.py")
-    sweep = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sweep)
+    sweep = sweep_of(template)
     assert [len(values) for values in sweep.SETTINGS.values()] == [2, 2]
     key = "optimizer.init_args.lr"
     monkeypatch.setattr(sweep, "SETTINGS", {**sweep.SETTINGS, "model.init_args.width": [16], key: [1e-3, 1e-2]})
     monkeypatch.setattr(sys, "argv", ["sweep.py", "--trainer.max_epochs=3"])
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     torch._dynamo.reset()
-    with quiet():
-        sweep.main()
-    _, *lines = [
-        line.split() for line in capsys.readouterr().out.splitlines() if "width=" in line or "val_loss" in line
-    ]
+    capsys.readouterr()
+    sweep.main()
+    printed = capsys.readouterr()
+    first, second, _, titles, *lines, _, last = printed.out.splitlines()
+    assert [first, second] == ["trained 1 of 2: width=16,lr=0.001", "trained 2 of 2: width=16,lr=0.01"]
+    assert titles.split() == ["val_loss", "run"] and printed.err == ""
+    assert last == "There is no picture, which needs matplotlib: pip install matplotlib"
+    lines = [line.split() for line in lines]
     assert [line[1] for line in lines] == ["width=16,lr=0.01", "width=16,lr=0.001"]
     best = template / "runs" / "width=16,lr=0.01" / "version_0"
     losses = metrics(best, "val_loss")
@@ -102,3 +132,41 @@ def test_other_experiment(template, capsys):
     assert settings["lr_scheduler"]["class_path"] == "torch.optim.lr_scheduler.CosineAnnealingLR"
     assert settings["trainer"]["logger"]["init_args"]["name"] == "sgd"
     assert settings["trainer"]["max_epochs"] == settings["lr_scheduler"]["init_args"]["T_max"] == 10
+
+
+@pytest.mark.stock_only
+def test_a_sweep_draws_its_losses(template):
+    image = pytest.importorskip("matplotlib.image")
+    sweep = sweep_of(template)
+    runs = [sweep.Run(f"lr={lr}", template, [{"val_loss": lr}, {"val_loss": lr / 2}], lr / 2) for lr in (0.1, 0.3)]
+    sweep.draw(runs, template / "sweep.png")
+    picture = image.imread(template / "sweep.png")
+    assert picture.shape[:2] == (675, 1050) and picture.std() > 0.05
+
+
+@pytest.mark.stock_only
+def test_a_new_project_passes_its_tests(template):
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0 and "2 passed" in run.stdout, run.stdout
+
+
+def test_a_project_is_not_written_over_another(template, capsys):
+    from lightning_ort.cli import main
+
+    capsys.readouterr()
+    (template / "README.md").write_text("mine")
+    assert main(["new", str(template)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"wrong:    {template} is not empty: it has .gitignore, README.md, configs, ...\n")
+    assert "expected: a folder that is not there yet, or is empty\nto do:    give another name" in said
+    assert (template / "README.md").read_text() == "mine"
+    assert main(["new", str(template / "README.md")]) == 2
+    assert "README.md is a file" in capsys.readouterr().err
+    (template / "empty").mkdir()
+    assert main(["new", str(template / "empty")]) == 0
+    assert (template / "empty" / "sweep.py").is_file() and not (template / "empty" / "runs").exists()

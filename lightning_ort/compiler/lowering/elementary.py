@@ -49,8 +49,8 @@ _ABSOLUTE = {aten.mul.Tensor, aten.mul.Scalar, aten.add.Tensor, aten.sub.Tensor,
 # Of these it is the sign of a tiny number that counts, or its digits.
 _RELATIVE = {
     aten.floor, aten.ceil, aten.sign, aten.sgn, aten.signbit, aten.copysign, aten.heaviside, aten.div, aten.remainder,
-    aten.floor_divide, aten.fmod, aten.log, aten.log2, aten.log10, aten.reciprocal, aten.rsqrt, aten.eq, aten.ne, aten.lt,
-    aten.le, aten.gt, aten.ge, aten.nonzero, aten.logical_not, aten.argmax, aten.argmin, aten.topk, aten.sort,
+    aten.floor_divide, aten.fmod, aten.log, aten.log2, aten.log10, aten.reciprocal, aten.rsqrt, aten.eq, aten.ne,
+    aten.lt, aten.le, aten.gt, aten.ge, aten.nonzero, aten.logical_not, aten.argmax, aten.argmin, aten.topk, aten.sort,
 }  # fmt: skip
 
 
