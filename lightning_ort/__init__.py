@@ -74,8 +74,8 @@ _MODULES = ("amp", "ondevice", "optim")
 _NAMES = {
     "checkpoints": ("ORTCheckpointIO",),
     "errors": (
-        "CheckpointError", "CompilationError", "ExportError", "IndexOutOfRangeError", "MismatchError", "ProviderError", "RankError",
-        "RefusedValueError", "UnsupportedError",
+        "CheckpointError", "CompilationError", "ExportError", "IndexOutOfRangeError", "MismatchError", "ProviderError",
+        "RankError", "RefusedValueError", "UnsupportedError",
     ),
     "export": ("ExportedModel", "ORTExport", "export_onnx"),
     "lightning.accelerator": ("ORTAccelerator",),
