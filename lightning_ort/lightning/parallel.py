@@ -17,7 +17,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ort.distributed.sync_batchnorm import sync, unsync
-from lightning_ort.lightning_packages import Variant
+from lightning_ort.lightning_packages import TorchCheckpointIO, Variant
 from lightning_ort.validation import choice, flag, shown
 
 __all__ = ["ParallelOptions", "SyncedLayers", "WatchedLauncher", "on_any_device", "redirected"]
@@ -48,7 +48,8 @@ class ParallelOptions:
     of_module: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        choice("start_method", self.start_method, (None, "popen", "spawn", "fork", "forkserver"))
+        if self.start_method is not None:
+            choice("start_method", self.start_method, ("popen", "spawn", "fork", "forkserver"))
         flag("shard_optimizer", self.shard_optimizer)
         for name in ("ddp_comm_hook", "ddp_comm_wrapper"):
             value = getattr(self, name)
@@ -162,6 +163,15 @@ class WatchedLauncher(Variant):
         """Call ``function`` in each process, as Lightning's own launcher does."""
         watched = functools.partial(_watched, function, trainer)
         return super().launch(watched, *args, trainer=trainer, **kwargs)  # type: ignore[misc]
+
+    def _recover_results_in_main_process(self, *args: Any) -> None:
+        # private: what processes hand back is a file of weights alone, which is no checkpoint
+        strategy = self._strategy  # type: ignore[attr-defined]
+        io, strategy.checkpoint_io = strategy.checkpoint_io, TorchCheckpointIO()
+        try:
+            super()._recover_results_in_main_process(*args)  # type: ignore[misc]
+        finally:
+            strategy.checkpoint_io = io
 
 
 def _watched(function: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -358,21 +358,18 @@ class ORTStrategy(OnDevices):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        what = "steps executed by ONNX Runtime"
-        strategy_registry.register(cls.strategy_name, cls, description=what)
-        for name, start_method in (("spawn", "spawn"), ("fork", "fork"), ("notebook", "fork")):
+        variants: dict[str, dict[str, Any]] = {
+            "": {},
+            "_spawn": {"start_method": "spawn"},
+            "_fork": {"start_method": "fork"},
+            "_notebook": {"start_method": "fork"},
+            "_find_unused_parameters_true": {"find_unused_parameters": True},
+        }
+        for name, arguments in variants.items():
+            what = "".join(f", {k}={v!r}" for k, v in arguments.items())
             strategy_registry.register(
-                f"{cls.strategy_name}_{name}",
-                cls,
-                description=f"{what}, processes by {name}",
-                start_method=start_method,
+                f"{cls.strategy_name}{name}", cls, description=f"steps executed by ONNX Runtime{what}", **arguments
             )
-        strategy_registry.register(
-            f"{cls.strategy_name}_find_unused_parameters_true",
-            cls,
-            description=f"{what}, parameters without a gradient",
-            find_unused_parameters=True,
-        )
 
 
 # before it has taken the base class that the Trainer at hand needs, it is a strategy all the same
