@@ -237,18 +237,6 @@ class OnDevices(_Base):
             self.ranks = Ranks(self.cluster_environment.main_address)
             MEMORY.agreement = self.ranks.agreed
 
-    def check_layers(self) -> None:
-        """Refuse to synchronize layers of one device.
-
-        Raises:
-            MisconfigurationException: ``sync_batchnorm`` was set.
-        """
-        if not self.several and self._layer_sync is not None:
-            raise MisconfigurationException(
-                "sync_batchnorm=True has no meaning with strategy='ort' on one device: leave it out, or use several "
-                "devices."
-            )
-
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)

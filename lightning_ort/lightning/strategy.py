@@ -89,7 +89,7 @@ class ORTStrategy(OnDevices):
         ProviderError: this ONNX Runtime lacks one of ``providers``, or an option of one.
         TypeError, ValueError: another argument is not as described.
         MisconfigurationException: the Trainer asks for what this strategy does not do (the precision of another
-            library, ``sync_batchnorm`` on one device).
+            library).
     """
 
     strategy_name = "ort"
@@ -177,7 +177,6 @@ class ORTStrategy(OnDevices):
         from lightning_ort.lightning.steps import CompiledSteps
         from lightning_ort.runtime.providers import resolve
 
-        self.check_layers()
         self._trainer = weakref.ref(trainer)
         resolve(self.root_device, self._config.providers, self._config.provider_options)
         super().setup(trainer)

@@ -33,8 +33,17 @@ def test_devices(devices):
 
 
 @on_cpu
-@pytest.mark.parametrize("devices", [2, "3", [1], [0, 1], "0,1", "two"])
-def test_more_devices_than_there_are(devices):
+@pytest.mark.parametrize("devices", [2, "3", [0, 1], "0,1"])
+def test_processes_of_the_cpu_are_as_many_as_asked_for(devices):
+    with quiet():
+        trainer = make_trainer("ort", accelerator="ort", devices=devices)
+    assert trainer.num_devices == (3 if devices == "3" else 2)
+    assert trainer.strategy.root_device == torch.device("cpu")
+
+
+@on_cpu
+@pytest.mark.parametrize("devices", [[-2], "two", -3, 1.5])
+def test_what_is_no_number_of_devices(devices):
     with quiet(), pytest.raises(Exception, match=r"devices=.*(1|number)") as error:
         make_trainer("ort", accelerator="ort", devices=devices)
     assert repr(devices) in str(error.value)

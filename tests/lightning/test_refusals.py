@@ -61,24 +61,30 @@ def assert_refused(match: str, **flags) -> BaseException:
     return error.value
 
 
-def test_several_devices():
-    assert_refused(r"devices=\D*2|2\D*devices=1|devices=1", devices=2)
+def test_several_devices_on_one():
+    assert_refused(r"device='cpu'.*2 devices", devices=2, strategy=ORTStrategy(device="cpu"))
 
 
-def test_several_devices_by_object():
-    assert_refused(r"devices", devices=2, strategy=ORTStrategy())
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"start_method": "thread"}, "start_method='thread': expected 'popen', 'spawn', 'fork' or 'forkserver'"),
+        ({"timeout": 30}, "timeout=30: expected a positive datetime.timedelta"),
+        ({"ddp_comm_hook": "fp16"}, "ddp_comm_hook='fp16': expected a function"),
+        ({"shard_optimizer": 1}, "shard_optimizer=1: expected True or False"),
+        ({"find_unused": True}, "no argument 'find_unused'.*find_unused_parameters"),
+    ],
+)
+def test_options_of_several_devices(options, error):
+    with pytest.raises((TypeError, ValueError), match=error):
+        ORTStrategy(**options)
 
 
-def test_several_nodes():
-    assert_refused(r"num_nodes=2", num_nodes=2)
-
-
-def test_several_nodes_by_object():
-    assert_refused(r"num_nodes=2", num_nodes=2, strategy=ORTStrategy())
-
-
-def test_sync_batchnorm():
-    assert_refused(r"sync_batchnorm", sync_batchnorm=True)
+def test_layers_of_one_device_are_synchronized_as_they_are():
+    with quiet():
+        trainer = make_trainer("ort", sync_batchnorm=True, max_steps=2)
+        trainer.fit(Regressor(), curve())
+    assert trainer.global_step == 2
 
 
 def test_precision():

@@ -1,0 +1,167 @@
+"""Trainer(devices=N): the weights of Lightning's own "ddp", on all ranks the same bits."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+
+
+def launch(world: int, script: Path, *arguments: str, timeout: float = 500) -> list[subprocess.CompletedProcess[str]]:
+    """Run ``script`` on ``world`` processes of this machine, as torchrun does."""
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    common = {
+        "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
+        "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test", "LIGHTNING_ORT_MEASURE": "0", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    command = [sys.executable, str(script), *arguments]
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        outputs = [p.communicate(timeout=timeout)[0] for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+    return [subprocess.CompletedProcess(command, p.returncode, out) for p, out in zip(processes, outputs, strict=True)]
+
+
+def results(world: int, folder: Path, *scenarios: str) -> list[dict[str, Any]]:
+    for rank, process in enumerate(launch(world, HERE / "worker.py", str(folder), *scenarios)):
+        assert process.returncode == 0, f"rank {rank}: {process.stdout[-3000:]}"
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
+
+
+SCENARIOS = (
+    "images", "images32", "text", "text32", "recurrent", "adversaries", "synced", "hooks", "combined", "sharded",
+    "overflowing", "agreement",
+)  # fmt: skip
+OF_FOUR = ("images", "text", "synced", "combined")
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory):
+    return results(2, tmp_path_factory.mktemp("two"), *SCENARIOS)
+
+
+@pytest.fixture(scope="module")
+def of_four(tmp_path_factory):
+    return results(4, tmp_path_factory.mktemp("four"), *OF_FOUR)
+
+
+@pytest.fixture(scope="module")
+def of_one(tmp_path_factory):
+    return results(1, tmp_path_factory.mktemp("one"), "synced")[0]
+
+
+def weights(found: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: x for name, x in found.items() if "running" not in name and not name.startswith("metric")}
+
+
+def assert_close(got: dict[str, Any], wanted: dict[str, Any], tolerance: float) -> None:
+    assert got.keys() == wanted.keys()
+    for name, x in wanted.items():
+        scale = max(float(x.abs().max()), 1e-3)
+        assert float((got[name] - x).abs().max()) <= tolerance * scale, name
+
+
+def assert_ranks_equal(ranks: list[dict[str, Any]]) -> None:
+    for name, x in weights(ranks[0]).items():
+        assert all(torch.equal(other[name], x) for other in ranks[1:]), name
+
+
+@pytest.mark.parametrize("scenario", ["images", "images32", "text", "text32", "recurrent", "adversaries"])
+def test_weights_of_two_ranks(of_two, scenario):
+    assert_ranks_equal([rank[scenario]["ort"] for rank in of_two])
+    for rank in of_two:
+        found = rank[scenario]
+        assert_close(found["ort"], found["eager"], 1e-4 if scenario.endswith("32") else 1e-9)
+        assert found["graphs"] > 0
+
+
+@pytest.mark.stock_only
+@pytest.mark.parametrize("scenario", ["images", "text"])
+def test_weights_of_four_ranks(of_four, scenario):
+    assert_ranks_equal([rank[scenario]["ort"] for rank in of_four])
+    for rank in of_four:
+        assert_close(rank[scenario]["ort"], rank[scenario]["eager"], 1e-9)
+
+
+def test_batch_norm_over_two_ranks(of_one, of_two):
+    """One process with the batches of all."""
+    for rank in of_two:
+        assert_close(rank["synced"]["ort"], of_one["synced"]["ort"], 1e-9)
+
+
+@pytest.mark.stock_only
+def test_batch_norm_over_four_ranks(of_one, of_four):
+    for rank in of_four:
+        assert_close(rank["synced"]["ort"], of_one["synced"]["ort"], 1e-9)
+
+
+def test_adasum(of_two):
+    for rank in of_two:
+        assert_close(rank["combined"]["ort"], rank["combined"]["eager"], 1e-12)
+
+
+@pytest.mark.stock_only
+def test_adasum_of_four(of_four):
+    for rank in of_four:
+        assert_close(rank["combined"]["ort"], rank["combined"]["eager"], 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("hook", "near"), [("float16", 2e-3), ("bfloat16", 2e-2), ("powersgd", None), ("adasum", None)]
+)
+def test_communication_hooks(of_two, hook, near):
+    """They take effect, and leave all ranks with the same weights."""
+    assert_ranks_equal([rank["hooks"][hook] for rank in of_two])
+    plain, hooked = of_two[0]["hooks"]["plain"], of_two[0]["hooks"][hook]
+    assert any(not torch.equal(hooked[name].double(), x.double()) for name, x in weights(plain).items())
+    if near is not None:
+        assert_close(
+            {k: v.double() for k, v in weights(hooked).items()},
+            {k: v.double() for k, v in weights(plain).items()},
+            near,
+        )
+
+
+def test_optimizer_states_in_parts(of_two, tmp_path):
+    assert_ranks_equal([rank["sharded"]["ort"] for rank in of_two])
+    for rank in of_two:
+        found = rank["sharded"]
+        assert_close(found["ort"], found["eager"], 1e-12)
+        assert_close(found["images"], found["whole images"], 1e-12)
+    kept = [rank["sharded"]["kept"] for rank in of_two]
+    whole = sum(x.numel() for name, x in of_two[0]["sharded"]["images"].items() if name.endswith(("weight", "bias")))
+    assert sum(kept) == whole
+    assert max(kept) < whole
+
+
+def test_steps_are_left_out_by_all_ranks(of_two):
+    first, second = (rank["overflowing"] for rank in of_two)
+    assert first["scale"] == second["scale"]
+    assert [skipped for _, skipped in first["scale"]] == [0, 0, 1, 1, 1, 1, 1, 1]
+    assert_ranks_equal([first["ort"], second["ort"]])
+    assert all(x.isfinite().all() for x in weights(first["ort"]).values())
+
+
+def test_one_choice_for_all_ranks(of_two):
+    first, second = (rank["agreement"]["seen"] for rank in of_two)
+    assert first == second

@@ -1,0 +1,307 @@
+"""Fits of several processes, in one process group: what each rank of :mod:`test_data_parallel` runs.
+
+    python worker.py FOLDER SCENARIO...
+
+writes to ``FOLDER/RANK.pt`` what each scenario has found.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lightning_ort import ORTPrecision, ORTStrategy
+from lightning_ort.distributed import adasum, adasum_hook
+
+STEPS = 50
+
+
+class Images(LightningModule):
+    """Convolutions between batch normalizations, whose buffers are those of rank 0 in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(1, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(),
+            nn.Conv2d(6, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(32, 4),
+        )  # fmt: skip
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        logits = self.net(x)
+        loss = F.cross_entropy(logits, y)
+        self.log("loss", loss, sync_dist=True)
+        gathered = self.all_gather(logits.detach().mean())
+        self.log("mean", gathered.mean())
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("val_loss", F.cross_entropy(self.net(x), y), sync_dist=True)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 20, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Text(LightningModule):
+    """A transformer with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 24, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(16, 4)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        tokens = (x.flatten(1)[:, :12] * 3).long().abs() % 20
+        return F.cross_entropy(self.head(self.layer(self.embedding(tokens)).mean(1)), y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Recurrent(LightningModule):
+    """Rows of the images, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(6, 10, batch_first=True), nn.Linear(10, 4)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self.head(self.lstm(x[:, 0])[0][:, -1]), y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.5)
+
+
+class Adversaries(LightningModule):
+    """Two optimizers, stepped by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 36))
+        self.discriminator = nn.Sequential(nn.Linear(36, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
+
+    def training_step(self, batch, batch_idx):
+        real = batch[0].flatten(1)
+        of_generator, of_discriminator = self.optimizers()
+        noise = real[:, :4]
+        fake = self.generator(noise)
+        loss = F.softplus(-self.discriminator(fake)).mean()
+        of_generator.zero_grad()
+        self.manual_backward(loss)
+        of_generator.step()
+        judged = F.softplus(-self.discriminator(real)) + F.softplus(self.discriminator(self.generator(noise).detach()))
+        of_discriminator.zero_grad()
+        self.manual_backward(judged.mean())
+        of_discriminator.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(part.parameters(), 0.1) for part in (self.generator, self.discriminator)]
+
+
+class Scale(Callback):
+    """The loss scale after each step, and the steps that were left out."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, int]] = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        plugin = trainer.precision_plugin
+        if isinstance(plugin, ORTPrecision):
+            self.seen.append((plugin.scaling.scale, plugin.skipped_steps))
+
+
+class Overflowing(Recurrent):
+    """One rank meets a loss that is infinite in the third step."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.cross_entropy(self.head(x.flatten(1)[:, :10]), y)
+        return loss + self.head.bias.sum() * torch.where(x[0, 0, 0, 0] > 1e3, torch.inf, 0.0)
+
+
+def data(dtype: torch.dtype, rows: int = 256) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, 1, 6, 6, generator=generator, dtype=torch.float64).to(dtype)
+    return TensorDataset(x, (x.sum((1, 2, 3)) * 0.7).long() % 4)
+
+
+def fit(kind: type, strategy: Any, *, precision: str = "64-true", dataset: Any = None, **flags: Any) -> Trainer:
+    """Fit on this rank's share; the rows of a batch of all ranks are the same whatever their number."""
+    seed_everything(1, verbose=False)
+    module = kind()
+    world, rank = dist.get_world_size(), dist.get_rank()
+    rows = dataset or data(torch.float64 if precision == "64-true" else torch.float32)
+    sampler = DistributedSampler(rows, world, rank, shuffle=False)
+    flags = {"max_steps": STEPS} | flags
+    if hasattr(module, "validation_step") and kind is Images:
+        flags["val_check_interval"] = 8
+    trainer = Trainer(
+        accelerator="cpu", devices=world, strategy=strategy, precision=precision, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False, limit_val_batches=2, **flags,
+    )  # fmt: skip
+    loader = DataLoader(rows, 16 // world, sampler=sampler)
+    trainer.fit(module, loader, DataLoader(rows, 16 // world, sampler=sampler) if kind is Images else None)
+    return trainer
+
+
+def outcome(trainer: Trainer) -> dict[str, Any]:
+    module = trainer.lightning_module
+    found = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    return {**found, **{f"metric {k}": v for k, v in trainer.callback_metrics.items()}}
+
+
+def ours(**options: Any) -> ORTStrategy:
+    return ORTStrategy(print_report=False, **options)
+
+
+def compared(kind: type, *, precision: str = "64-true", unused: bool = False, **flags: Any) -> dict[str, Any]:
+    """Lightning's own strategy for several processes, and this package's."""
+    theirs = "ddp_find_unused_parameters_true" if unused else "ddp"
+    eager = outcome(fit(kind, theirs, precision=precision, **flags))
+    trainer = fit(kind, ours(find_unused_parameters=unused), precision=precision, **flags)
+    report = trainer.strategy.report().step("training_step")
+    return {"eager": eager, "ort": outcome(trainer), "graphs": report.graphs, "calls": report.calls}
+
+
+def synced() -> dict[str, Any]:
+    """Statistics of all ranks."""
+    return {"ort": outcome(fit(Images, ours(), sync_batchnorm=True))}
+
+
+def hooks() -> dict[str, Any]:
+    found = {"plain": outcome(fit(Recurrent, ours()))}
+    for name, options in {
+        "float16": {"ddp_comm_hook": default_hooks.fp16_compress_hook},
+        "bfloat16": {"ddp_comm_hook": default_hooks.bf16_compress_hook},
+        "powersgd": {
+            "ddp_comm_state": powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=3),
+            "ddp_comm_hook": powerSGD_hook.powerSGD_hook,
+        },
+        "adasum": {"ddp_comm_hook": adasum_hook},
+    }.items():
+        found[name] = outcome(fit(Recurrent, ours(**options), precision="32-true"))
+    return found
+
+
+class AdasumByHand(Recurrent):
+    """Gradients combined by the formula, parameter by parameter, after the step."""
+
+    def on_before_optimizer_step(self, optimizer):
+        for p in self.parameters():
+            everyones = [torch.empty_like(p.grad) for _ in range(dist.get_world_size())]
+            dist.all_gather(everyones, p.grad)
+            p.grad.copy_(adasum(everyones))
+
+
+def combined() -> dict[str, Any]:
+    """Adasum as a hook, and after backward passes that are not reduced."""
+
+    def nothing(state, bucket):
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    return {
+        "eager": outcome(fit(AdasumByHand, ours(ddp_comm_hook=nothing), max_steps=10)),
+        "ort": outcome(fit(Recurrent, ours(ddp_comm_hook=adasum_hook), max_steps=10)),
+    }
+
+
+def sharded(folder: Path) -> dict[str, Any]:
+    """Optimizer states in parts, with learning rates that change; resumed without parts."""
+    whole = fit(Text, ours(), accumulate_grad_batches=2)
+    parts = fit(Text, ours(shard_optimizer=True), accumulate_grad_batches=2)
+    images = fit(Images, ours(shard_optimizer=True))
+    images.save_checkpoint(folder / "parts.ckpt")
+    inner = getattr(images.optimizers[0], "optim", None)
+    kept = sum(v.numel() for state in inner.state.values() for v in state.values() if torch.is_tensor(v))
+    return {
+        "eager": outcome(whole),
+        "ort": outcome(parts),
+        "kept": kept,
+        "images": outcome(images),
+        "whole images": outcome(fit(Images, ours())),
+    }
+
+
+def overflowing() -> dict[str, Any]:
+    """Loss scaling: what one rank finds, all leave out."""
+    rows = data(torch.float32)
+    world = dist.get_world_size()
+    rows.tensors[0][2 * 16 + world - 1, 0, 0, 0] = 1e4  # the last rank's first row of the third step
+    seen = Scale()
+    strategy = ours(find_unused_parameters=True)  # those of the recurrent layer
+    options = {"plugins": [ORTPrecision("16-mixed")], "precision": None, "callbacks": [seen]}
+    trainer = fit(Overflowing, strategy, dataset=rows, max_steps=8, **options)
+    return {"ort": outcome(trainer), "scale": seen.seen}
+
+
+def agreement() -> dict[str, Any]:
+    """Who runs a graph is the same on all ranks, whatever each has measured."""
+    from lightning_ort.compiler.contest import Choice, Key, Memory
+
+    trainer = fit(Recurrent, ours(), max_steps=1)
+    memory = Memory()
+    strategy = trainer.strategy
+    assert strategy.ranks is None, "the fit has ended"
+    seen = []
+
+    class Asking(Callback):
+        def on_train_start(self, trainer, pl_module):
+            memory.agreement = trainer.strategy.ranks.agreed
+            for n in range(3):
+                mine = Choice(("onnxruntime", "torch", "eager")[(n + trainer.global_rank) % 3], {})
+                seen.append(memory.agreed(Key("g", f"s{n}", 1), mine).executor)
+
+    fit(Recurrent, ours(), max_steps=1, callbacks=[Asking()])
+    return {"seen": seen}
+
+
+def main() -> None:
+    folder, *names = sys.argv[1:]
+    warnings.simplefilter("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning_utilities.core.rank_zero"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    scenarios: dict[str, Any] = {
+        "images": lambda: compared(Images),
+        "images32": lambda: compared(Images, precision="32-true"),
+        "text": lambda: compared(Text, accumulate_grad_batches=2),
+        "text32": lambda: compared(Text, precision="32-true", accumulate_grad_batches=2, gradient_clip_val=0.3),
+        "recurrent": lambda: compared(Recurrent),
+        "adversaries": lambda: compared(Adversaries, unused=True),
+        "synced": synced,
+        "hooks": hooks,
+        "combined": combined,
+        "sharded": lambda: sharded(Path(folder)),
+        "overflowing": overflowing,
+        "agreement": agreement,
+    }
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    found = {name: scenarios[name]() for name in names}
+    torch.save(found, Path(folder) / f"{dist.get_rank()}.pt")
+
+
+if __name__ == "__main__":
+    main()
