@@ -341,7 +341,8 @@ class Region:
         """
         keeping = self._compilation.keeping
         assert keeping is not None
-        results = pair.backward.run([*inputs, *incoming])
+        # as they were traced: an operator may read the memory of an expanded one as if all entries were there
+        results = pair.backward.run([*inputs, *[g.contiguous() for g in incoming]])
         found = pair.backward.gradients_of(results, self.wanted)
         reached = frozenset[int]().union(*[keeping.eager.reached[output] for output in outputs])
         return [g if i in reached else None for i, g in zip(self.wanted, found, strict=True)]

@@ -44,6 +44,9 @@ _UNTAGGED = frozenset([
 ])  # fmt: skip
 """Elementwise operators to which torch gives no tag that says so."""
 
+_SATURATING = frozenset(["_softmax", "_safe_softmax", "sigmoid", "tanh", "erf"])
+"""Operators whose results are 1 only because they have been rounded; what is left of 1 decides about gradients."""
+
 _WITH_BUFFERS = frozenset(
     ["native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update", "cudnn_batch_norm"]
 )
@@ -84,7 +87,9 @@ class RoundingNoise(TorchDispatchMode):
         written = func._schema.is_mutable
         for x in pytree.tree_leaves(results):
             if _is_rounded(x) and (written or x.untyped_storage()._cdata not in storages):
-                self._disturb(x, 1.0)
+                self._disturb(x, 1.0, everywhere=func._opname in _SATURATING)
+                if func._opname == "_log_softmax":
+                    self._disturb_zeros(x)
         return results
 
     def _noisy_terms(self, func: Any, args: tuple[Any, ...], given: Iterable[torch.Tensor]) -> tuple[Any, ...]:
@@ -101,26 +106,35 @@ class RoundingNoise(TorchDispatchMode):
             for i, x in enumerate(args)
         )
 
-    def _disturb(self, x: torch.Tensor, growth: float) -> torch.Tensor:
+    def _disturb_zeros(self, x: torch.Tensor) -> None:
+        """The logarithm of a share that is 1 is a difference of larger numbers."""
+        amplitude = _UNITS[x.dtype] * torch.finfo(x.dtype).eps / 2
+        noise = torch.empty(x.shape, dtype=torch.float64, device=x.device)
+        noise.uniform_(-amplitude, amplitude, generator=self._generators[x.device.type])
+        x.add_(noise.mul_(x == 0).to(x.dtype))
+
+    def _disturb(self, x: torch.Tensor, growth: float, *, everywhere: bool = False) -> torch.Tensor:
         amplitude = growth * _UNITS[x.dtype] * torch.finfo(x.dtype).eps / 2
         # in blocks, so that the noise of a large tensor takes no memory worth mentioning
         if x.is_contiguous() and x.numel() > _PIECE:
             for part in x.view(-1).split(_PIECE):
-                self._disturb_part(part, amplitude)
+                self._disturb_part(part, amplitude, everywhere=everywhere)
         elif not any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True)):
-            self._disturb_part(x, amplitude)
+            self._disturb_part(x, amplitude, everywhere=everywhere)
         return x
 
-    def _disturb_part(self, x: torch.Tensor, amplitude: float) -> None:
+    def _disturb_part(self, x: torch.Tensor, amplitude: float, *, everywhere: bool = False) -> None:
         noise = torch.empty(
             x.shape, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32, device=x.device
         )
         noise.uniform_(-amplitude, amplitude, generator=self._generators[x.device.type])
-        noise.mul_(_is_inexact(x))
+        if not everywhere:
+            noise.mul_(_is_inexact(x))
+        change = noise.mul_(x).nan_to_num_(0.0, 0.0, 0.0)  # what is infinite stays so
         if x.dtype.itemsize >= 4:
-            x.addcmul_(x, noise)
+            x.add_(change)
         else:
-            x.copy_(x * (1 + noise))
+            x.copy_(x + change)
 
 
 def _is_rounded(x: Any) -> bool:

@@ -263,3 +263,25 @@ def test_a_wrong_graph_is_noticed(monkeypatch):
     step, _ = compiled(lambda x: net(x).square().mean())
     with pytest.raises(MismatchError):
         step(torch.randn(5, 6))
+
+
+@pytest.mark.parametrize("placement", ["torch", "onnxruntime"])
+@pytest.mark.parametrize(
+    "layer", [lambda x: F.group_norm(x, 2), lambda x: F.layer_norm(x, x.shape[2:]), lambda x: F.avg_pool2d(x, 2)]
+)
+def test_gradients_that_arrive_as_one_number(layer, placement):
+    """Those of a sum are one number, expanded: operators that read memory entry by entry get them written out."""
+
+    def step(a, x):
+        return a.sum(), layer(x)
+
+    def run(function):
+        torch.manual_seed(0)
+        a, x = torch.randn(3, requires_grad=True), torch.randn(5, 4, 3, 6, requires_grad=True)
+        loss, y = function(a, x)
+        (loss + y.sum() * 0.3).backward()
+        return x.grad
+
+    compiled = torch.compile(step, backend="lightning_ort", options={"placement": placement, "verify": False})
+    for _ in range(3):
+        torch.testing.assert_close(run(compiled), run(step), atol=1e-6, rtol=1e-4)

@@ -16,7 +16,6 @@ import os
 import re
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -104,15 +103,18 @@ def _without_unused(program: Program) -> Program:
     """The program without results that nothing reads: what an operator refuses there may go unnoticed."""
     statements = program.statements
     while True:
-        used = Counter(re.findall(r"\bt\d+\b", "\n".join([*statements, *program.results])))
-        written = Counter(n for s in statements if (n := _written(s)) is not None)
-        # it defines or changes a tensor that nothing else names
-        kept = [
-            s for s in statements if not ((n := _written(s) or s.split(" = ")[0]) in used and used[n] - written[n] == 1)
-        ]
+        kept = [s for s in statements if not _is_unused(s, statements, program.results)]
         if len(kept) == len(statements):
             return dataclasses.replace(program, statements=kept)
         statements = kept
+
+
+def _is_unused(statement: str, statements: Sequence[str], results: Sequence[str]) -> bool:
+    """Whether it defines or changes a tensor that is named nowhere but where it is defined and changed."""
+    name = _written(statement) or statement.split(" = ")[0]
+    about = [s for s in statements if _written(s) == name or s.startswith(f"{name} = ")]
+    others = [s for s in statements if s not in about]
+    return re.fullmatch(r"t\d+", name) is not None and not re.search(rf"\b{name}\b", "\n".join([*others, *results]))
 
 
 def _written(statement: str) -> str | None:

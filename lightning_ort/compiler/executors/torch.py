@@ -60,9 +60,6 @@ class TorchExecutable(Executable):
 
     def _compile(self, traced: Traced, results: Results) -> None:
         self._draw = drawer(traced.draws, results.sizes, self._device)
-        strided = any(n.target is aten.as_strided.default for n in traced.graph.nodes)
-        first = len(traced.inputs)
-        self._contiguous = range(first, first + len(traced.tangents)) if strided else ()
         self._compute = self._function(traced.module, results)
         given = {p for p in self.outputs if p is not None} | {p for _, p in self.gradients}
         self._kept = {p for p in self.extra if p not in given}
@@ -79,8 +76,6 @@ class TorchExecutable(Executable):
         recording = timeline.present
         began = 0.0 if recording is None else perf_counter()
         values = [*inputs, *self._draw(inputs)] if self.has_draws else [*inputs]
-        for i in self._contiguous:
-            values[i] = values[i].contiguous()
         grad = torch.is_grad_enabled() or self._for_gradients
         with torch._C._ExcludeDispatchKeyGuard(_DONE), torch.set_grad_enabled(grad):
             results = self._compute(values)

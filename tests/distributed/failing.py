@@ -1,0 +1,52 @@
+"""A fit of several processes of which one fails: ``python failing.py HOW RANK STEP FOLDER``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ort import ORTStrategy
+
+how, rank, step, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+
+
+class Classifier(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 3)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if self.global_step == step and self.global_rank == rank and not (folder / "done").exists():
+            (folder / "done").touch()
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("row 7 of the data is empty")
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    checkpoints = ModelCheckpoint(folder, every_n_train_steps=4, save_last=True, save_on_train_epoch_end=False)
+    trainer = Trainer(
+        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=ORTStrategy(print_report=False),
+        max_steps=20, callbacks=[checkpoints], logger=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    rows = TensorDataset(torch.randn(320, 6), torch.randint(0, 3, (320,)))
+    trainer.fit(Classifier(), DataLoader(rows, 8), ckpt_path="last")
+    if trainer.is_global_zero:
+        print("finished at step", trainer.global_step)
