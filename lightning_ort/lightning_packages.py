@@ -41,7 +41,7 @@ class Package:
 
     def has(self, kind: type) -> bool:
         """Whether ``kind`` is defined there."""
-        return f"{kind.__module__}.".startswith((f"{self.pytorch}.", f"{self.fabric}."))
+        return f"{getattr(kind, '__module__', '')}.".startswith((f"{self.pytorch}.", f"{self.fabric}."))
 
 
 PACKAGES = tuple(

@@ -130,6 +130,7 @@ BEFORE = {
         "model = nn.Linear(784, 10); x, label = torch.randn(5, 784), torch.arange(5)",
     ],
     "precision.md": ["", None],
+    "several-devices.md": ["", ""],
     "report.md": ["trainer = Trainer(strategy='ort'); trainer.fit(Model(), Data())"],
     "training-session.md": [f"write_onnx(targets='label'); {ARRAYS}; batches = [(x, y)] * 3"],
 }
