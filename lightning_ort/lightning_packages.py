@@ -8,10 +8,15 @@ where both are installed. What users hand over may be of either: :func:`everywhe
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import pkgutil
+import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
+
+from lightning_utilities.core import rank_zero
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 __all__ = [
     "PACKAGES", "Accelerator", "Callback", "MisconfigurationException", "Package", "TorchCheckpointIO", "Variant",
@@ -51,12 +56,18 @@ PACKAGES = tuple(
 )
 """those that are installed, the preferred one first"""
 
-if TYPE_CHECKING or PACKAGES[0].pytorch == "lightning.pytorch":
+if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 else:
-    import pytorch_lightning as pl
-    from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
+    _chosen_by_user = any(package.pytorch in sys.modules for package in PACKAGES)
+    _log = rank_zero.log
+    pl = importlib.import_module(PACKAGES[0].pytorch)
+    if not _chosen_by_user:
+        _log = rank_zero.log
+    for _package in PACKAGES[1:]:
+        importlib.import_module(_package.pytorch)
+    # each package takes over the logger of both when it is imported; the user's one shall keep it
+    rank_zero.log = _log
 
 
 @functools.cache
@@ -96,9 +107,6 @@ else:
     Callback = _of_each_package("callbacks:Callback")
     MisconfigurationException = _of_each_package("utilities.exceptions:MisconfigurationException")
     TorchCheckpointIO = _of_each_package("plugins.io:TorchCheckpointIO")
-
-Self = TypeVar("Self", bound="Variant")
-
 
 class Variant:
     """A class whose base is one of Lightning's, chosen per instance, and again when more is known.

@@ -54,7 +54,7 @@ def test_files_of_the_wheel(wheel):
     assert "lightning_ort/_template/screening/model.py" in template
     assert package | template | {"lightning_ort/py.typed"} <= names
     others = names - package - template
-    assert {n for n in others if not n.endswith((".md", ".fbs"))} == {"lightning_ort/py.typed"}
+    assert {n for n in others if not n.endswith((".md", ".fbs", ".html"))} == {"lightning_ort/py.typed"}
 
 
 def test_metadata(metadata):

@@ -137,7 +137,7 @@ class OnDevices(_Base):
         # an environment is always of the package of the Trainer; accelerators and plug-ins may be of both
         self._take_bases(package_of(self.cluster_environment, self.accelerator))
         if isinstance(self._precision_plugin, ORTPrecision):
-            self._precision_plugin.take_bases(package_of(self))
+            self._precision_plugin.of_package(package_of(self))
         if self.several:
             super().set_world_ranks()
             if type(self._layer_sync) in everywhere("plugins.layer_sync:TorchSyncBatchNorm"):

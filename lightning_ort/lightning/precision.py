@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -15,16 +17,16 @@ from typing_extensions import override
 from lightning_ort.amp.rules import GradScalerRule, StepInfo, scale_rule
 from lightning_ort.checkpoints.lightning import TRAINER_SCALER
 from lightning_ort.compiler.loss_scale import LossScaling
-from lightning_ort.lightning_packages import MisconfigurationException, Package, Variant, everywhere, pl, rank_zero_info
+from lightning_ort.lightning_packages import MisconfigurationException, Package, everywhere, pl, rank_zero_info
 from lightning_ort.validation import choice, flag
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
-    class _Base(Variant, Precision):
-        """What the strategy calls."""
+    _Base = Precision
 else:
-    _Base = Variant
+    # of each package, because Trainers and LightningCLI take no other plug-in
+    _Base = type("Precision", everywhere("plugins.precision:Precision"), {"__module__": __name__})
 
 __all__ = ["ORTPrecision", "is_closed", "unscaling_leaves"]
 
@@ -67,6 +69,7 @@ class ORTPrecision(_Base):
                 "the scale). Leave the scaler out, or use '16-mixed'."
             )
         self.precision = precision
+        self._kind: type[Precision] = pl.plugins.Precision
         self._device = "cpu"
         self._rule = scale_rule(scaler) if precision == "16-mixed" else None
         self.scaling = None if self._rule is None else LossScaling(self._rule.scale)
@@ -77,16 +80,9 @@ class ORTPrecision(_Base):
         elif precision in ("16-true", "bf16-true"):
             self._types = pl.plugins.HalfPrecision(precision)
 
-    @classmethod
-    @override
-    def _first_bases(cls) -> tuple[type, ...]:
-        # of each package, because Trainers take no other plug-in
-        return everywhere("plugins.precision:Precision")
-
-    def take_bases(self, package: Package) -> None:
-        """Be a plug-in of ``package`` above all: it looks whether modules and optimizers are of its own classes."""
-        kinds = everywhere("plugins.precision:Precision")
-        self._change_bases(*sorted(kinds, key=lambda kind: not package.has(kind)))
+    def of_package(self, package: Package) -> None:
+        """Be a plug-in of ``package``, whose methods look whether modules and optimizers are of its own classes."""
+        self._kind = package.get("plugins.precision:Precision")
 
     @classmethod
     def replacing(cls, plugin: MixedPrecision) -> ORTPrecision:
@@ -116,7 +112,7 @@ class ORTPrecision(_Base):
                 "precision='16-mixed' with LBFGS: it computes the loss several times in one step, which cannot be "
                 "skipped any more when the gradients turn out not to be finite. Use 'bf16-mixed', or another optimizer."
             )
-        return super().connect(model, optimizers, lr_schedulers)
+        return self._kind.connect(self, model, optimizers, lr_schedulers)
 
     # -- element types --------------------------------------------------------------------------------------------
 
@@ -158,11 +154,11 @@ class ORTPrecision(_Base):
     ) -> None:
         """Gradients of the unscaled loss, whether a graph has scaled it or not."""
         if self.scaling is None or (not kwargs.get("create_graph") and is_closed(tensor)):
-            super().backward(tensor, model, optimizer, *args, **kwargs)
+            self._kind.backward(self, tensor, model, optimizer, *args, **kwargs)
         else:
             with unscaling_leaves(tensor, self.scaling):
                 scaled = tensor * self.scaling.tensor(tensor.device)
-                super().backward(scaled, model, optimizer, *args, **kwargs)
+                self._kind.backward(self, scaled, model, optimizer, *args, **kwargs)
 
     @override
     def optimizer_step(  # type: ignore[override]
@@ -170,7 +166,7 @@ class ORTPrecision(_Base):
     ) -> Any:
         """The optimizer's step, left out if a gradient is not finite."""
         if self.scaling is None:
-            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+            return self._kind.optimizer_step(self, optimizer, model=model, closure=closure, **kwargs)
         result = closure()
         # hooks and clipping come afterwards: a clipped infinity would be finite
         finite = self.scaling.all_finite([p for group in optimizer.param_groups for p in group["params"]])
@@ -245,6 +241,19 @@ class ORTPrecision(_Base):
         if foreign and self.scaling is not None and isinstance(self._rule, GradScalerRule):
             self._rule.load_state_dict(checkpoint[_LIGHTNING])
             self.scaling.scale = self._rule.scale
+
+
+def _by_kind(name: str) -> Callable[..., Any]:
+    def method(self: ORTPrecision, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._kind, name)(self, *args, **kwargs)
+
+    return functools.update_wrapper(method, getattr(pl.plugins.Precision, name))
+
+
+# what is not written above is as the package at hand has it
+for _name, _method in vars(pl.plugins.Precision).items():
+    if inspect.isfunction(_method) and _name not in vars(ORTPrecision):
+        setattr(ORTPrecision, _name, _by_kind(_name))
 
 
 def is_closed(loss: torch.Tensor) -> bool:
