@@ -116,12 +116,38 @@ class WeightUpdate:
                     attribute, attribute
                 )
                 raise ValueError(f"{self.name}: {title} must be the same for all weights.")
-        self._weights = weights
+        self._parameters, self._weights = parameters, weights
         self.updater = make_updater(settings, weights, sessions, guard=parameters.loss_scale > 0, share=share)
 
     def run(self, gradients: Mapping[str, torch.Tensor], lr: float, scale: float) -> bool:
         """Update all weights by ``gradients`` times ``scale``; whether they were finite (and so anything changed)."""
         return self.updater.step(gradients, lr, scale=scale)
+
+    def replicate(self, processes: Processes, tensors: Mapping[str, torch.Tensor], loads: int) -> None:
+        """Give all processes the states and the ``tensors`` of rank 0, which begin with the weights.
+
+        Args:
+            processes: who takes part; all call this.
+            tensors: weights and running statistics.
+            loads: how many states were loaded before.
+
+        Raises:
+            ValueError: the processes do not fit together.
+            RankError: another process has failed or ended.
+        """
+        names = ["training_optimizer_name", "gradient_accumulation_steps", "loss_scale", "enable_grad_norm_clip"]
+        names += ["allreduce_post_accumulation", "deepspeed_zero_stage", "enable_adasum"]
+        facts = {f"TrainingParameters.{n}": getattr(self._parameters, n) for n in names}
+        shares = bool(self._parameters.deepspeed_zero_stage)
+        if shares:
+            # the moments of a process are in no other, which could broadcast them
+            facts["number of loaded states"] = loads
+        processes.agree(facts, tensors, self._weights)
+        processes.broadcast(list(tensors.values()))
+        if not shares:
+            processes.broadcast([t for states in self.updater.moments.values() for t in states.values()])
+            self.updater.counts = processes.of_first(self.updater.counts)
+            self.updater.forget_plan()
 
     # -- states as the reference page names them --------------------------------------------------------------------
 

@@ -255,21 +255,7 @@ class TrainingSession(SessionInfo):
         """Give all processes the state of rank 0 before the first run that trains, and after a loading."""
         if self._processes is None or self._replicated or self._updates is None:
             return
-        names = ["training_optimizer_name", "gradient_accumulation_steps", "loss_scale", "enable_grad_norm_clip"]
-        names += ["allreduce_post_accumulation", "deepspeed_zero_stage", "enable_adasum"]
-        facts = {f"TrainingParameters.{n}": getattr(self._parameters, n) for n in names}
-        tensors = self._weights | self._buffers
-        shares = bool(self._parameters.deepspeed_zero_stage)
-        if shares:
-            # the moments of a process are in no other, which could broadcast them
-            facts["number of loaded states"] = self._loads
-        self._processes.agree(facts, tensors, self._weights)
-        self._processes.broadcast(list(tensors.values()))
-        if not shares:
-            moments = self._updates.updater.moments.values()
-            self._processes.broadcast([t for states in moments for t in states.values()])
-            self._updates.updater.counts = self._processes.of_first(self._updates.updater.counts)
-            self._updates.updater.forget_plan()
+        self._updates.replicate(self._processes, self._weights | self._buffers, self._loads)
         self._replicated = True
 
     def run_with_ort_values(

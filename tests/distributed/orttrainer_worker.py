@@ -29,7 +29,7 @@ from orttrainer_models import ADAM, LAMB, SGD, batches, cross_entropy, descripti
 from lightning_ort import ORTTrainer, TrainingParameters, TrainingSession, amp  # noqa: E402
 from lightning_ort.distributed import adasum  # noqa: E402
 from lightning_ort.distributed.processes import Processes  # noqa: E402
-from lightning_ort.ort_trainer import IODescription, ModelDescription  # noqa: E402
+from lightning_ort.ort_trainer import IODescription, ModelDescription, load_checkpoint, save_checkpoint  # noqa: E402
 from lightning_ort.ort_trainer import ORTTrainer as OlderTrainer  # noqa: E402
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -272,7 +272,7 @@ def of_sessions() -> dict[str, Any]:
     return found
 
 
-def of_the_older_class() -> dict[str, Any]:
+def of_the_older_class(folder: Path) -> dict[str, Any]:
     described = ModelDescription(
         [IODescription("x", ["b", 20], torch.float32), IODescription("label", ["b"], torch.int64)],
         [IODescription("loss", []), IODescription("logits", ["b", 10])],
@@ -285,16 +285,27 @@ def of_the_older_class() -> dict[str, Any]:
             get_lr_this_step=lambda step: 0.01, **settings,
         )  # fmt: skip
 
-    ours, one = (
-        made(world_rank=RANK, world_size=WORLD, deepspeed_zero_stage=1, allreduce_post_accumulation=True),
-        made(),
-    )
+    shared = {"world_rank": RANK, "world_size": WORLD, "deepspeed_zero_stage": 1, "allreduce_post_accumulation": True}
+    ours, one = made(**shared), made()
     for x, label in batches(count=6):
         ours.train_step(mine(x), mine(label))
         one.train_step(x, label)
+    save_checkpoint(ours, folder, checkpoint_state_dict={"epoch": 2})
+    dist.barrier()
+    alone, again = made(), made(**shared)
+    told = [load_checkpoint(found, folder, strict=True) for found in (alone, again)]
+    dist.barrier()
+    if RANK == 1:
+        (folder / "ORT_checkpoint.ZeRO.1.1.ort.pt").unlink()
+    dist.barrier()
     return {
         "ours": ours.state_dict(include_optimizer_state=False),
         "one": one.state_dict(include_optimizer_state=False),
+        "again": again.state_dict(),
+        "states": ours.state_dict(),
+        "loaded": alone.state_dict(),
+        "told": told,
+        "missing": error_of(lambda: load_checkpoint(alone, folder)),
     }
 
 
@@ -317,7 +328,7 @@ def main() -> None:
     found: dict[str, Any] = {name: equals_one_process(name) for name in CASES}
     found |= {"starts": starts_from_rank_0(), "half": half({}), "zero half": half(ZERO), "adasum": combined_by_adasum()}
     found |= {f"stage {stage}": resumed(folder, stage) for stage in (0, 1)}
-    found |= {"refused": refused(), "parts": parts(), "sessions": of_sessions(), "older": of_the_older_class()}
+    found |= {"refused": refused(), "parts": parts(), "sessions": of_sessions(), "older": of_the_older_class(folder)}
     dies(folder, found)
 
 

@@ -162,6 +162,15 @@ def test_sessions(ranks, case):
 def test_the_older_class(ranks):
     assert_ranks_equal([rank["older"]["ours"] for rank in ranks])
     assert_close(ranks[0]["older"]["ours"], ranks[0]["older"]["one"], 1e-5)
+    found = [rank["older"] for rank in ranks]
+    whole = found[0]["states"] | found[1]["states"]
+    assert found[0]["states"].keys() != whole.keys() == found[0]["loaded"].keys()
+    for rank in found:
+        assert rank["told"] == [{"epoch": 2}] * 2
+        assert all(torch.equal(x, rank["loaded"][name]) for name, x in whole.items())
+        assert rank["again"].keys() == rank["states"].keys()
+        assert all(torch.equal(x, rank["again"][name]) for name, x in rank["states"].items())
+        assert "ORT_checkpoint.ZeRO.0.1.ort.pt; expected the file of each rank of one training" in rank["missing"]
 
 
 def test_a_rank_that_ends_is_reported(ranks):
