@@ -75,8 +75,8 @@ class Translation:
         if int(options.get("zero_stage", 0)) and int(options.get("world_size", 1)) > 1:
             raise CheckpointError(
                 f"{self._path} holds the optimizer's states of rank {options.get('world_rank')} of "
-                f"{options['world_size']} only (stage 1 of ZeRO). Load the files of all ranks into an ORTTrainer in one "
-                "process, and save one file."
+                f"{options['world_size']} only (stage 1 of ZeRO). Load the files of all ranks into an ORTTrainer of "
+                "one process, and save one file."
             )
 
     def _rest(self, weights_only: bool | None) -> dict[str, Any]:
