@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import torch
@@ -84,7 +85,7 @@ class ShardedUpdater(Updater):
         wide = torch.float64 if any(g.dtype == torch.float64 for g in gradients.values()) else torch.float32
         flat = [g.flatten() for g in gradients.values()]
         total = float(torch.stack([g.dot(g).to(wide) for g in flat]).sum())
-        if self._guards and not torch.isfinite(torch.tensor(total)):
+        if self._guards and not math.isfinite(total):
             return False
         norm = total**0.5 * scale
         for name, gradient in gradients.items():

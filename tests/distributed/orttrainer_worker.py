@@ -103,6 +103,19 @@ def starts_from_rank_0() -> dict[str, Any]:
     return {"ours": weights(ours), "one": weights(one), "counts": ours.state_dict()["train_step_info"]}
 
 
+def interrupted() -> dict[str, Any]:
+    """Steps of rank 1 fail among those that make one update; it goes on with the next batch."""
+    accumulation = {"batch": {"gradient_accumulation_steps": 4}}
+    ours = trainer(CASES["each"][0](), {}, double=True, **accumulation)
+    errors = []
+    for k, (x, label) in enumerate(batches()):
+        if RANK == 1 and k in (0, 6, 11):
+            wrong = torch.full_like(mine(label), 99)
+            errors.append(error_of(functools.partial(ours.train_step, mine(x).double(), wrong)))
+        ours.train_step(mine(x).double(), mine(label))
+    return {"ours": weights(ours), "errors": errors}
+
+
 def half(distributed: dict[str, Any]) -> dict[str, Any]:
     """Rank 1 alone meets a batch whose gradients are not finite."""
     scaler = amp.DynamicLossScaler(loss_scale=2.0**10)
@@ -326,7 +339,13 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     found: dict[str, Any] = {name: equals_one_process(name) for name in CASES}
-    found |= {"starts": starts_from_rank_0(), "half": half({}), "zero half": half(ZERO), "adasum": combined_by_adasum()}
+    found |= {
+        "starts": starts_from_rank_0(),
+        "interrupted": interrupted(),
+        "half": half({}),
+        "zero half": half(ZERO),
+        "adasum": combined_by_adasum(),
+    }
     found |= {f"stage {stage}": resumed(folder, stage) for stage in (0, 1)}
     found |= {"refused": refused(), "parts": parts(), "sessions": of_sessions(), "older": of_the_older_class(folder)}
     dies(folder, found)

@@ -66,6 +66,13 @@ def test_all_ranks_begin_with_the_state_of_rank_0(ranks):
     assert all(rank["counts"] == {"optimization_step": 5, "step": 5} for rank in found)
 
 
+def test_a_step_that_fails_in_one_rank_changes_nothing(ranks):
+    errors = [rank["interrupted"]["errors"] for rank in ranks]
+    assert not errors[0] and len(errors[1]) == 3 and all("train_step failed" in error for error in errors[1])
+    for rank in ranks:
+        assert all(torch.equal(rank["each"]["ours"][n], x) for n, x in rank["interrupted"]["ours"].items())
+
+
 @pytest.mark.parametrize("case", ["half", "zero half"])
 def test_an_update_is_left_out_by_all_ranks(ranks, case):
     found = [rank[case] for rank in ranks]
