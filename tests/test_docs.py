@@ -128,6 +128,7 @@ BEFORE = {
     "optimizers.md": ["", ""],
     "orttrainer.md": [
         "model = nn.Linear(784, 10); x, label = torch.randn(5, 784), torch.arange(5)",
+        "import os; os.environ.update(RANK='0', WORLD_SIZE='1', LOCAL_RANK='0')",
     ],
     "precision.md": ["", None],
     "several-devices.md": ["", ""],
@@ -139,6 +140,8 @@ BEFORE = {
 AFTER = {
     "optimizers.md": "one = type('One', (Model,), {'configure_optimizers': configure_optimizers})\n"
     "Trainer(strategy='ort').fit(one(), Data())",
+    "orttrainer.md": "for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK'): del os.environ[name]\n"
+    "trainer.train_step(x, label)",
     "checkpoints.md": "assert ort_trainer.state_dict()['train_step_info']['step'] == 20, 'as many as Lightning made'",
 }
 """Page to what makes use of what its blocks define."""

@@ -41,6 +41,7 @@ class Translation:
 
     def __init__(self, file: TrainerFile, module: pl.LightningModule, weights_only: bool | None) -> None:
         self._path, self._state, self._module = file.path, file.state, module
+        self._refuse_part()
         rest = self._rest(weights_only)
         self._record: Mapping[str, Any] = rest.pop(RECORD, {})
         weights = self._section("model", "full_precision")
@@ -68,6 +69,15 @@ class Translation:
             f"{self._path}: {len(weights)} weights of an ORTTrainer are those of {type(module).__name__}"
             + (f", where their names begin with {self._prefix!r}." if self._prefix else ", by the same names.")
         )
+
+    def _refuse_part(self) -> None:
+        options = self._state["trainer_options"]
+        if int(options.get("zero_stage", 0)) and int(options.get("world_size", 1)) > 1:
+            raise CheckpointError(
+                f"{self._path} holds the optimizer's states of rank {options.get('world_rank')} of "
+                f"{options['world_size']} only (stage 1 of ZeRO). Load the files of all ranks into an ORTTrainer of "
+                "one process, and save one file."
+            )
 
     def _rest(self, weights_only: bool | None) -> dict[str, Any]:
         """What was in the Lightning checkpoint that the ORTTrainer had gone on from."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from lightning_ort.errors import RankError
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "is_of_transport"]
 
 _BEAT = 0.5
 """seconds between two signs of life"""
@@ -85,7 +85,7 @@ class Ranks:
         Raises:
             RankError: a collective has failed because of another process.
         """
-        if not _is_of_transport(error):
+        if not is_of_transport(error):
             self._leave(error)
             return
         cause = self._cause()
@@ -129,7 +129,7 @@ class Ranks:
         return None
 
 
-def _is_of_transport(error: BaseException) -> bool:
+def is_of_transport(error: BaseException) -> bool:
     """Whether a collective has failed, on this side or the other."""
     if isinstance(error, dist.DistError):
         return True

@@ -147,7 +147,8 @@ def with_updates(step: onnx.ModelProto, optimizer: Optimizer, gradients: Mapping
         gradients: name to gradient.
     """
     given = {value.name for value in step.graph.output}
-    names = [name for name in gradients if f"{name}_grad" in given]
+    # a process of several may update a share of the weights
+    names = [name for name in gradients if f"{name}_grad" in given and name in optimizer.updater.counts]
     merged = onnx.ModelProto()
     merged.CopyFrom(step)
     if not names:

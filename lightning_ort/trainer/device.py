@@ -1,4 +1,4 @@
-"""Where an ORTTrainer computes, and with which sessions."""
+"""Where an ORTTrainer computes, with which sessions, and with whom."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from typing import Any
 
 import torch
 
+from lightning_ort.distributed.processes import Processes, join
 from lightning_ort.errors import ProviderError
 from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.runtime.providers import check_available, native_to
 from lightning_ort.runtime.providers.cpu import CPU
 from lightning_ort.trainer.options import ORTTrainerOptions
 
-__all__ = ["choose_device", "runtime_config"]
+__all__ = ["choose_device", "join_processes", "runtime_config"]
 
 
 def choose_device(options: ORTTrainerOptions) -> torch.device:
     """The device that ``device.id`` names; its default, ``"cuda"``, becomes the CPU where there is no such device.
+
+    ``distributed.local_rank`` is the number of a device whose number is not given.
 
     Raises:
         ValueError: torch knows no such device, or ONNX Runtime cannot reach it.
@@ -37,7 +40,7 @@ def choose_device(options: ORTTrainerOptions) -> torch.device:
     if device.type == "cpu":
         return device
     if not reason:
-        return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+        return device if device.index is not None else torch.device("cuda", _number(options))
     if options._was_given("device.id"):
         raise ProviderError(f"options['device.id'] = {name!r}, but {reason}. Use 'cpu'.")
     warnings.warn(
@@ -46,6 +49,32 @@ def choose_device(options: ORTTrainerOptions) -> torch.device:
         stacklevel=4,
     )
     return torch.device("cpu")
+
+
+def _number(options: ORTTrainerOptions) -> int:
+    """Of a CUDA device."""
+    if not options._was_given("distributed.local_rank"):
+        return torch.cuda.current_device()
+    rank, count = int(options.distributed.local_rank), torch.cuda.device_count()
+    if rank >= count:
+        raise ProviderError(
+            f"options['distributed.local_rank'] = {rank}, but this machine has {count} CUDA devices, one for each "
+            "process on it from 0. Start fewer processes, or give 'device.id'."
+        )
+    return rank
+
+
+def join_processes(options: ORTTrainerOptions, device: torch.device) -> Processes | None:
+    """The other processes of a training on several, or ``None``; errors and warnings as of ``join``."""
+    asked = options.distributed
+    return join(
+        asked.world_rank,
+        asked.world_size,
+        asked.data_parallel_size,
+        device,
+        adasum=asked.enable_adasum,
+        option="options['distributed.{}']",
+    )
 
 
 def runtime_config(options: ORTTrainerOptions, device: torch.device) -> RuntimeConfig:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ort.checkpoints.names import SHARED, moments_from_orttrainer, moments_to_orttrainer
+from lightning_ort.distributed.processes import Processes
 from lightning_ort.optim.config import AdamConfig, LambConfig, SGDConfig, _OptimizerConfig
 from lightning_ort.optim.settings import OptimizerSettings
-from lightning_ort.optim.updater import Updater
+from lightning_ort.optim.sharded_updater import make_updater
 from lightning_ort.runtime.factory import SessionFactory
 
 __all__ = ["Optimizer", "check_groups"]
@@ -48,6 +49,8 @@ class Optimizer:
         sessions: makes them.
         clip: clip Adam's and LAMB's gradients to ``max_norm_clip``.
         guard: skip updates whose gradients are not finite.
+        processes: that train copies of the model, or ``None`` if it is this one alone.
+        share: keep the states of this process's share of the parameters, as stage 1 of ZeRO does.
 
     Raises:
         ValueError: a group names a weight that does not exist, or the groups differ in ``weight_decay_mode``.
@@ -65,12 +68,14 @@ class Optimizer:
         *,
         clip: bool,
         guard: bool,
+        processes: Processes | None = None,
+        share: bool = False,
     ) -> None:
         check_groups(config, known)
-        self._config, self._params = config, dict(params)
+        self._config, self._params, self._processes = config, dict(params), processes
         hyper = {name: config.hyper_parameters(name) for name in params}
         settings = {name: _settings(config, h, clip=clip) for name, h in hyper.items()}
-        self.updater = Updater(settings, self._params, sessions, guard=guard)
+        self.updater = make_updater(settings, self._params, sessions, guard=guard, share=processes if share else None)
 
     def parameters(self) -> list[nn.Parameter]:
         """All parameters that are trained."""
@@ -87,13 +92,44 @@ class Optimizer:
 
     def step(self, lr: float, scale: float) -> bool:
         """Update all parameters that have a gradient; arguments and result as of :meth:`Updater.step`."""
-        gradients = {name: p.grad for name, p in self._params.items() if p.grad is not None}
-        return self.updater.step(gradients, lr, scale=scale)
+        return self.updater.step(self._gradients(), lr, scale=scale)
+
+    def set_aside(self) -> dict[str, Tensor]:
+        """Take the gradients away from the parameters."""
+        gradients = self._gradients()
+        self.zero_grad()
+        return gradients
+
+    def add(self, gradients: Mapping[str, Tensor]) -> None:
+        """Add what :meth:`set_aside` gave."""
+        for name, gradient in gradients.items():
+            p = self._params[name]
+            p.grad = gradient if p.grad is None else gradient.add_(p.grad)
+
+    def combine(self) -> None:
+        """Put what all processes have found in the place of the gradients; errors as of :meth:`Processes.combine`."""
+        if self._processes is not None:
+            for name, gradient in self._processes.combine(self._gradients(), self._params).items():
+                self._params[name].grad = gradient
+
+    def _gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self._params.items() if p.grad is not None}
 
     def state(self) -> dict[str, Any]:
-        """Copies of the states, as they stand in checkpoints."""
-        counts = {name: count + 1 for name, count in self.updater.counts.items()}
-        moments = {n: {s: _array(t) for s, t in m.items()} for n, m in self.updater.moments.items()}
+        """Copies of the states that this process has, as they stand in checkpoints."""
+        return self._named({n: {s: _array(t) for s, t in m.items()} for n, m in self.updater.moments.items()})
+
+    def layout(self) -> dict[str, Any]:
+        """Arrays shaped as the states of all processes, as they stand in checkpoints."""
+        states = self.updater.rule.states
+        return self._named({n: dict.fromkeys(states, np.broadcast_to(0.0, p.shape)) for n, p in self._params.items()})
+
+    def counts(self) -> dict[str, Any]:
+        """The part of :meth:`state` that counts updates."""
+        return self._named({name: {} for name in self.updater.counts})
+
+    def _named(self, moments: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        counts = {name: self.updater.counts.get(name, 0) + 1 for name in moments}
         state = moments_to_orttrainer(self._config.name, moments, counts)
         return {n: {k: np.asarray(v) for k, v in values.items()} for n, values in state.items()}
 

@@ -224,8 +224,7 @@ SCHEMA: dict[str, Any] = {
 }  # fmt: skip
 
 
-_ONE = "training runs in one process on one device"
-_CUT = "the graph of a step is not cut into stages or slices"
+_CUT = "the graph of a step is not cut into stages or slices: every process trains a copy of the whole model"
 _KEPT = (
     "activations are kept as autograd keeps them; to compute some again, use torch.utils.checkpoint in the model, "
     "which is compiled with it"
@@ -233,18 +232,13 @@ _KEPT = (
 _CASTS = "casts are placed by torch.autocast; ONNX Runtime 1.16 checked this key and did nothing with it"
 
 REFUSED: dict[str, str] = {
-    "distributed.world_rank": _ONE,
-    "distributed.world_size": _ONE,
-    "distributed.local_rank": _ONE,
-    "distributed.data_parallel_size": _ONE,
-    "distributed.horizontal_parallel_size": _ONE,
+    "distributed.horizontal_parallel_size": _CUT,
     "distributed.pipeline_parallel.pipeline_parallel_size": _CUT,
     "distributed.pipeline_parallel.num_pipeline_micro_batches": _CUT,
     "distributed.pipeline_parallel.pipeline_cut_info_string": _CUT,
     "distributed.pipeline_parallel.sliced_schema": _CUT,
     "distributed.pipeline_parallel.sliced_axes": _CUT,
     "distributed.pipeline_parallel.sliced_tensor_names": _CUT,
-    "distributed.enable_adasum": f"{_ONE}, where nothing is reduced",
     "graph_transformer.attn_dropout_recompute": _KEPT,
     "graph_transformer.gelu_recompute": _KEPT,
     "graph_transformer.transformer_layer_recompute": _KEPT,
@@ -254,11 +248,7 @@ REFUSED: dict[str, str] = {
     "graph_transformer.propagate_cast_ops_config.level": _CASTS,
     "graph_transformer.propagate_cast_ops_config.allow": _CASTS,
 }
-"""Dotted path to the reason why only the default is taken.
-
-``allreduce_post_accumulation`` and ZeRO's stage 1 are not among them: they say how the gradients and states of several
-processes are shared, and change nothing for one, as in the original.
-"""
+"""Dotted path to the reason why only the default is taken."""
 
 
 def check_arguments(model: Any, optim_config: Any, loss_fn: Any, options: Any) -> None:

@@ -15,6 +15,7 @@ from lightning_ort.amp import LossScaler
 from lightning_ort.amp.rules import StepScalerRule
 from lightning_ort.checkpoints import lightning, orttrainer
 from lightning_ort.checkpoints.conversion import to_trainer
+from lightning_ort.distributed.processes import Processes
 from lightning_ort.errors import CheckpointError
 from lightning_ort.files.reading import cause_of, refusing
 from lightning_ort.optim.config import _OptimizerConfig
@@ -61,6 +62,11 @@ class TrainerState:
     """updates that were left out because a gradient was not finite"""
     _lightning: dict[str, Any]
     """what a Lightning checkpoint held besides the state"""
+    _processes: Processes | None
+    _replicated: bool
+    """whether all processes have the same weights"""
+    _loads: int
+    """how often a state was loaded"""
 
     def state_dict(self, pytorch_format: bool = False) -> dict[str, Any]:
         """Weights, optimizer states, counters and what a checkpoint tells about the options.
@@ -70,7 +76,8 @@ class TrainerState:
 
         Returns:
             Copies, numpy arrays in nested dictionaries (``model/full_precision/<name>``,
-            ``optimizer/<name>/Moment_1`` ...), or tensors by name.
+            ``optimizer/<name>/Moment_1`` ...), or tensors by name. With stage 1 of ZeRO ``optimizer`` has the weights
+            that fall to this process.
         """
         if pytorch_format and self._from_onnx:
             return {name: t.detach().clone() for name, t in self._weights.items()}
@@ -80,6 +87,9 @@ class TrainerState:
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Take over what :meth:`state_dict` gave, before or after the first step.
+
+        Of several processes all load, at the same step; what they go on with is then rank 0's. With stage 1 of ZeRO
+        they load the whole state, or each what it gave.
 
         Args:
             state_dict: nested dictionaries; weights and states may be numpy arrays or tensors.
@@ -97,6 +107,25 @@ class TrainerState:
         self._lightning = {}
         self._optimizer.zero_grad()
         self._accumulated = 0
+        self._loads += 1
+        self._replicated = self._processes is None
+
+    def _replicate(self) -> None:
+        """Give all processes the state of rank 0 before the first step, and before the first one after a loading."""
+        if self._processes is None or self._replicated:
+            return
+        self._processes.agree(_facts(self), self._weights, self._optimizer.names())
+        self._processes.broadcast(list(self._weights.values()))
+        numbers = _numbers(self)
+        if not self._shares_states():
+            moments = self._optimizer.updater.moments.values()
+            self._processes.broadcast([t for states in moments for t in states.values()])
+            numbers["optimizer"] = self._optimizer.counts()
+        _load_state(self, self._processes.of_first(numbers))
+        self._replicated = True
+
+    def _shares_states(self) -> bool:
+        return self._processes is not None and self.options.distributed.deepspeed_zero_optimization.stage > 0
 
     def save_checkpoint(
         self,
@@ -105,6 +134,8 @@ class TrainerState:
         include_optimizer_states: bool = True,
     ) -> None:
         """Write the state to an HDF5 file, which appears under its name when it is complete.
+
+        Of several processes one need do so; with stage 1 of ZeRO each does, to a file of its own.
 
         Args:
             path: a file that does not exist yet, or an open binary file.
@@ -137,7 +168,7 @@ class TrainerState:
         :meth:`save_checkpoint`, for Lightning to go on from them.
 
         Args:
-            *paths: the file, or all files of a training on several devices.
+            *paths: the file, or all files of a training on several devices with stage 1 of ZeRO.
             strict: see :meth:`load_state_dict`.
             allow_pickle: accept ``user_dict`` of a file of ONNX Runtime's, which is pickled, and objects among the
                 hyper-parameters of a Lightning checkpoint. Unpickling executes whatever the author of a file put into
@@ -183,22 +214,45 @@ def _trainer_options(trainer: TrainerState) -> dict[str, Any]:
         "world_rank": distributed.world_rank,
         "world_size": distributed.world_size,
         "optimizer_name": trainer.optim_config.name,
-        "data_parallel_size": distributed.data_parallel_size,
+        "data_parallel_size": distributed.world_size,
         "horizontal_parallel_size": distributed.horizontal_parallel_size,
     }
 
 
 def _make_state(trainer: TrainerState) -> dict[str, Any]:
     """Copies of all that makes up the state, as numpy arrays and numbers."""
-    info = trainer._train_step_info
-    scaler = {} if trainer._scaler is None else {"loss_scaler": _scaler_state(trainer)}
     return {
         "model": {"full_precision": {n: _array(t) for n, t in trainer._weights.items()}},
         "optimizer": trainer._optimizer.state(),
         "trainer_options": _trainer_options(trainer),
-        "train_step_info": {"optimization_step": info.optimization_step, "step": info.step},
-        **scaler,
+        **_numbers(trainer),
     }
+
+
+def _numbers(trainer: TrainerState) -> dict[str, Any]:
+    """Counters, and the loss scaler."""
+    info = trainer._train_step_info
+    scaler = {} if trainer._scaler is None else {"loss_scaler": _scaler_state(trainer)}
+    return {"train_step_info": {"optimization_step": info.optimization_step, "step": info.step}, **scaler}
+
+
+def _facts(trainer: TrainerState) -> dict[str, Any]:
+    """Settings that must be the same in all processes."""
+    options = trainer.options
+    values = {
+        "batch.gradient_accumulation_steps": options.batch.gradient_accumulation_steps,
+        "distributed.allreduce_post_accumulation": options.distributed.allreduce_post_accumulation,
+        "distributed.deepspeed_zero_optimization.stage": options.distributed.deepspeed_zero_optimization.stage,
+        "distributed.enable_adasum": options.distributed.enable_adasum,
+        "mixed_precision.enabled": options.mixed_precision.enabled,
+        "utils.grad_norm_clip": options.utils.grad_norm_clip,
+    }
+    facts: dict[str, Any] = {f"options[{path!r}]": value for path, value in values.items()}
+    facts["optim_config"] = trainer.optim_config.name
+    if trainer._shares_states():
+        # the moments of a process are in no other, which could broadcast them
+        facts["number of loaded states"] = trainer._loads
+    return facts
 
 
 def _scaler_state(trainer: TrainerState) -> dict[str, Any]:
@@ -228,9 +282,10 @@ def _check_state(trainer: TrainerState, state: Any, *, strict: bool) -> None:
         if name in trainer._weights:
             _compare_shapes(value, trainer._weights[name], f"state_dict[model][full_precision][{name}]")
     if "optimizer" in state:
-        own, given = trainer._optimizer.state(), state["optimizer"]
+        own, given, mine = trainer._optimizer.layout(), state["optimizer"], trainer._optimizer.counts()
+        elsewhere = own.keys() - mine.keys()
         # an older file may have a step per weight and none that is shared, or the reverse
-        _compare_keys(given, own, "state_dict[optimizer]", strict, {"shared_optimizer_state"})
+        _compare_keys(given, own, "state_dict[optimizer]", strict, {"shared_optimizer_state", *elsewhere})
         for name, values in given.items():
             if name not in own or name == "shared_optimizer_state":
                 continue

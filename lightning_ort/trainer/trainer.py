@@ -22,7 +22,7 @@ from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.runtime.factory import SessionFactory
 from lightning_ort.trainer.debug import GraphFiles
 from lightning_ort.trainer.description import Description, describe
-from lightning_ort.trainer.device import choose_device, runtime_config
+from lightning_ort.trainer.device import choose_device, join_processes, runtime_config
 from lightning_ort.trainer.export import check_export, export, save
 from lightning_ort.trainer.optimizer import Optimizer, check_groups
 from lightning_ort.trainer.options import ORTTrainerOptions, check_arguments, refuse
@@ -53,7 +53,7 @@ class ORTTrainer(TrainerState):
 
     Raises:
         AssertionError: an argument of another kind.
-        ValueError: ``model_desc`` or an option is not as described.
+        ValueError: ``model_desc`` or an option is not as described, or ``distributed`` not as the process group.
         NotImplementedError: an option that is not supported.
         RuntimeError: ``frozen_weights`` names weights that the model does not have.
         OnnxRuntimeImportError: ONNX Runtime is not installed, or cannot be used.
@@ -94,12 +94,25 @@ class ORTTrainer(TrainerState):
         self._check_names()
         runtime = runtime_config(self.options, self._device)
         runtime.check()
+        self._processes = join_processes(self.options, self._device)
         sessions = SessionFactory(runtime, self._device)
         self._combined.to(self._device)
         self._weights = self._all_weights(module)
         trained = self._freeze()
         clip, guard = self.options.utils.grad_norm_clip, bool(mixed.enabled)
-        self._optimizer = Optimizer(optim_config, trained, self._weights, sessions, clip=clip, guard=guard)
+        distributed = self.options.distributed
+        self._optimizer = Optimizer(
+            optim_config,
+            trained,
+            self._weights,
+            sessions,
+            clip=clip,
+            guard=guard,
+            processes=self._processes,
+            share=bool(distributed.deepspeed_zero_optimization.stage),
+        )
+        # gradients of each step, or of those that make one update
+        self._combines_each = self._processes is not None and not distributed.allreduce_post_accumulation
         self._files = GraphFiles(self.options)
         self._execution = Execution(
             self._combined,
@@ -113,6 +126,7 @@ class ORTTrainer(TrainerState):
         self._scale = 1.0
         self._skipped = 0
         self._lightning: dict[str, Any] = {}
+        self._replicated, self._loads = self._processes is None, 0
 
     def _all_weights(self, module: nn.Module) -> dict[str, Tensor]:
         weights = weights_of(module)
@@ -159,6 +173,8 @@ class ORTTrainer(TrainerState):
             AttributeError: an input is no tensor.
             RuntimeError: an input has another type or shape than described, or the step cannot be executed; the
                 message names the inputs. Nothing has been changed then.
+            ValueError: at the first step of several processes, their models or options differ.
+            RankError: another process has failed or ended.
             MismatchError: the first run of a graph gave other results than torch.
         """
         losses = [output for output in self.model_desc.outputs if output.is_loss]
@@ -166,6 +182,7 @@ class ORTTrainer(TrainerState):
             raise AssertionError(f"Only one loss output is supported ({len(losses)} were specified)")
         inputs = self._execution.inputs(args, kwargs)
         picked = self._picked()
+        self._replicate()
         info = self._train_step_info
         lr = self._learning_rate()
         if self._accumulated == 0:
@@ -174,17 +191,22 @@ class ORTTrainer(TrainerState):
         if self.options.debug.check_model_export and self._execution.example is None:
             self._check_export(inputs)
         scale = None if self._scaler is None else torch.tensor(self._scale, device=self._device)
+        accumulated = self._optimizer.set_aside() if self._combines_each else {}
         try:
             results = self._execution.train(inputs, scale)
         except Exception:
             if not self._accumulated:
                 self._optimizer.zero_grad()
+            self._optimizer.add(accumulated)
             raise
         if self._files.pending:
             forward = export(self._combined, self.model_desc, inputs, self.options)
             self._files.write(self.model_desc, inputs, results, self._weights, self._optimizer, forward)
         steps = self.options.batch.gradient_accumulation_steps
         updates = self._accumulated + 1 >= steps
+        if updates or self._combines_each:
+            self._optimizer.combine()
+        self._optimizer.add(accumulated)
         if updates:
             finite = self._optimizer.step(lr, 1.0 / (steps * self._scale))
             self._optimizer.zero_grad()

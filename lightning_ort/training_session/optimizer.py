@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from lightning_ort.checkpoints.names import moments_to_orttrainer
+from lightning_ort.distributed.processes import Processes
 from lightning_ort.optim.settings import OptimizerSettings
-from lightning_ort.optim.updater import Updater
+from lightning_ort.optim.sharded_updater import make_updater
 from lightning_ort.runtime.factory import SessionFactory
 from lightning_ort.training_session.parameters import TrainingParameters
 from lightning_ort.validation import number, shown, whole
@@ -78,13 +79,18 @@ class WeightUpdate:
         parameters: names the optimizer, its attributes and whether to clip.
         weights: name to tensor, changed in place.
         sessions: makes them.
+        share: keep the states of this process's share of the weights only; with whom.
 
     Attributes:
         updater: makes the updates; its counts are one less than those in states, which start at 1.
     """
 
     def __init__(
-        self, parameters: TrainingParameters, weights: Mapping[str, torch.Tensor], sessions: SessionFactory
+        self,
+        parameters: TrainingParameters,
+        weights: Mapping[str, torch.Tensor],
+        sessions: SessionFactory,
+        share: Processes | None = None,
     ) -> None:
         self.name: str = parameters.training_optimizer_name
         if self.name not in _ALLOWED:
@@ -110,27 +116,67 @@ class WeightUpdate:
                     attribute, attribute
                 )
                 raise ValueError(f"{self.name}: {title} must be the same for all weights.")
-        self.updater = Updater(settings, weights, sessions, guard=parameters.loss_scale > 0)
+        self._parameters, self._weights = parameters, weights
+        self.updater = make_updater(settings, weights, sessions, guard=parameters.loss_scale > 0, share=share)
 
     def run(self, gradients: Mapping[str, torch.Tensor], lr: float, scale: float) -> bool:
         """Update all weights by ``gradients`` times ``scale``; whether they were finite (and so anything changed)."""
         return self.updater.step(gradients, lr, scale=scale)
 
+    def replicate(self, processes: Processes, tensors: Mapping[str, torch.Tensor], loads: int) -> None:
+        """Give all processes the states and the ``tensors`` of rank 0, which begin with the weights.
+
+        Args:
+            processes: who takes part; all call this.
+            tensors: weights and running statistics.
+            loads: how many states were loaded before.
+
+        Raises:
+            ValueError: the processes do not fit together.
+            RankError: another process has failed or ended.
+        """
+        names = ["training_optimizer_name", "gradient_accumulation_steps", "loss_scale", "enable_grad_norm_clip"]
+        names += ["allreduce_post_accumulation", "deepspeed_zero_stage", "enable_adasum"]
+        facts = {f"TrainingParameters.{n}": getattr(self._parameters, n) for n in names}
+        shares = bool(self._parameters.deepspeed_zero_stage)
+        if shares:
+            # the moments of a process are in no other, which could broadcast them
+            facts["number of loaded states"] = loads
+        processes.agree(facts, tensors, self._weights)
+        processes.broadcast(list(tensors.values()))
+        if not shares:
+            processes.broadcast([t for states in self.updater.moments.values() for t in states.values()])
+            self.updater.counts = processes.of_first(self.updater.counts)
+            self.updater.forget_plan()
+
     # -- states as the reference page names them --------------------------------------------------------------------
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Per weight ``Moment_1``, ``Moment_2`` and ``Update_Count``, an int64 that starts at 1; empty for SGD."""
-        counts = {w: count + 1 for w, count in self.updater.counts.items()}
-        states = moments_to_orttrainer(self.name, self.updater.moments, counts)
+        """Per weight ``Moment_1``, ``Moment_2`` and ``Update_Count``, an int64 that starts at 1; empty for SGD.
+
+        It has the weights that fall to this process.
+        """
+        return self._named(self.updater.moments)
+
+    def layout(self) -> dict[str, dict[str, torch.Tensor]]:
+        """What :meth:`state` has in all processes together; the moments of others are zero."""
+        zeros = {
+            w: dict.fromkeys(self.updater.rule.states, t.new_zeros(()).expand_as(t)) for w, t in self._weights.items()
+        }
+        return self._named(zeros | self.updater.moments)
+
+    def _named(self, moments: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
+        counts = {w: self.updater.counts.get(w, 0) + 1 for w in moments}
+        states = moments_to_orttrainer(self.name, moments, counts)
         return {w: {n: torch.as_tensor(v) for n, v in values.items()} for w, values in states.items()}
 
     def check(self, state: Mapping[str, Mapping[str, Any]]) -> list[tuple[torch.Tensor | None, torch.Tensor]]:
-        """(target, value) of every entry; a counter has no target. Nothing is changed.
+        """(target, value) of every entry that falls to this process; a counter has no target. Nothing is changed.
 
         Raises:
             ValueError: an unknown weight or state, another shape, or counters that differ among the weights.
         """
-        own = self.state()
+        own, mine = self.layout(), self.state()
         assignments: list[tuple[torch.Tensor | None, torch.Tensor]] = []
         counts = set()
         for weight, values in state.items():
@@ -146,7 +192,7 @@ class WeightUpdate:
                 if name in ("Update_Count", "Step"):
                     counts.add(int(tensor))
                     assignments.append((None, tensor))
-                else:
+                elif weight in mine:
                     assignments.append((target, tensor))
         if len(counts) > 1:
             raise ValueError(f"Weights have had different numbers of updates ({sorted(counts)}); expected one number.")

@@ -15,21 +15,21 @@ from lightning_ort.validation import is_number, is_whole, shown
 
 __all__ = ["TrainingParameters", "trained_weights"]
 
-_ONE_PROCESS = "a TrainingSession trains in one process"
+_NOT_CUT = "the graph is not cut into stages or slices: every process trains a copy of the whole model"
 _OWN_MEMORY = "activations are freed as early as eager frees them, and none is computed twice"
 _FP16 = "it computes in the element types of the ONNX file; convert the file, or set loss_scale for a float16 file"
 
 # name: (default, why another value is refused; None where it has an effect)
 _PROPERTIES: dict[str, tuple[Any, str | None]] = {
-    "allreduce_post_accumulation": (False, None),  # in one process there is nothing to reduce
+    "allreduce_post_accumulation": (False, None),
     "attn_dropout_recompute": (False, _OWN_MEMORY),
-    "data_parallel_size": (1, _ONE_PROCESS),
-    "deepspeed_zero_stage": (0, None),  # nor to partition
-    "enable_adasum": (False, _ONE_PROCESS),
+    "data_parallel_size": (1, None),
+    "deepspeed_zero_stage": (0, None),
+    "enable_adasum": (False, None),
     "enable_grad_norm_clip": (True, None),
     "gelu_recompute": (False, _OWN_MEMORY),
     "gradient_accumulation_steps": (1, None),
-    "horizontal_parallel_size": (1, _ONE_PROCESS),
+    "horizontal_parallel_size": (1, _NOT_CUT),
     "immutable_weights": ({}, None),
     "loss_output_name": ("", None),
     "loss_scale": (0.0, None),
@@ -37,18 +37,18 @@ _PROPERTIES: dict[str, tuple[Any, str | None]] = {
     "model_after_graph_transforms_path": ("", None),
     "model_with_gradient_graph_path": ("", None),
     "model_with_training_graph_path": ("", None),
-    "num_pipeline_micro_batches": (1, _ONE_PROCESS),
+    "num_pipeline_micro_batches": (1, _NOT_CUT),
     "number_recompute_layers": (0, _OWN_MEMORY),
     "optimizer_attributes_map": ({}, None),
     "optimizer_int_attributes_map": ({}, None),
-    "pipeline_cut_info_string": ("", _ONE_PROCESS),
-    "pipeline_parallel_size": (1, _ONE_PROCESS),
+    "pipeline_cut_info_string": ("", _NOT_CUT),
+    "pipeline_parallel_size": (1, _NOT_CUT),
     "propagate_cast_ops_allow": ([], "casts stay where the ONNX file has them"),
     "propagate_cast_ops_level": (-1, "casts stay where the ONNX file has them"),
     "set_gradients_as_graph_outputs": (False, None),
-    "sliced_axes": ({}, _ONE_PROCESS),
-    "sliced_schema": ({}, _ONE_PROCESS),
-    "sliced_tensor_names": ([], _ONE_PROCESS),
+    "sliced_axes": ({}, _NOT_CUT),
+    "sliced_schema": ({}, _NOT_CUT),
+    "sliced_tensor_names": ([], _NOT_CUT),
     "training_optimizer_name": ("", None),
     "transformer_layer_recompute": (False, _OWN_MEMORY),
     "use_fp16_moments": (False, "moments have the element type of their weight"),
@@ -56,8 +56,8 @@ _PROPERTIES: dict[str, tuple[Any, str | None]] = {
     "use_mixed_precision": (False, _FP16),
     "weights_not_to_train": (set(), None),
     "weights_to_train": (set(), None),
-    "world_rank": (0, _ONE_PROCESS),
-    "world_size": (1, _ONE_PROCESS),
+    "world_rank": (0, None),
+    "world_size": (1, None),
 }
 
 
@@ -131,6 +131,8 @@ def _checked(name: str, value: Any, default: Any) -> Any:
         raise TypeError(f"TrainingParameters.{name} must be of type {expected.__name__}, not {value!r}.")
     if name == "gradient_accumulation_steps" and value < 1:
         raise ValueError(f"TrainingParameters.gradient_accumulation_steps must be at least 1, not {value}.")
+    if (name in ("data_parallel_size", "world_size") and value < 1) or (name == "world_rank" and value < 0):
+        raise ValueError(f"TrainingParameters.{name} must be at least {0 if name == 'world_rank' else 1}, not {value}.")
     if name == "deepspeed_zero_stage" and value not in (0, 1):
         raise ValueError(f"TrainingParameters.deepspeed_zero_stage must be 0 or 1, not {value}.")
     if name == "loss_scale" and not 0 <= value < float("inf"):

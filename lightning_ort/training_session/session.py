@@ -13,6 +13,7 @@ from onnx import TensorProto, helper
 
 from lightning_ort.checkpoints.names import SHARED
 from lightning_ort.compiler.aot.joint import GRAD
+from lightning_ort.distributed.processes import join
 from lightning_ort.errors import ProviderError
 from lightning_ort.onnx_reader import to_torch
 from lightning_ort.onnx_reader.load import Model, load, name_of, trainable_initializers, using
@@ -57,6 +58,7 @@ class TrainingSession(SessionInfo):
             the model.
         UnsupportedError: an operator that cannot be read or differentiated, named with its node.
         ProviderError: a provider that this ONNX Runtime does not have.
+        ValueError: ``world_rank`` and ``world_size`` are not those of the process group.
     """
 
     def __init__(
@@ -73,6 +75,15 @@ class TrainingSession(SessionInfo):
             raise TypeError(f"parameters is a {type(parameters).__name__}; expected lightning_ort.TrainingParameters.")
         sessions = _sessions(providers, provider_options, sess_options)
         self._verify = flag("verify", verify)
+        self._processes = join(
+            parameters.world_rank,
+            parameters.world_size,
+            parameters.data_parallel_size,
+            torch.device("cpu"),
+            adasum=parameters.enable_adasum,
+            option="TrainingParameters.{}",
+        )
+        self._replicated, self._loads = self._processes is None, 0
         self._parameters, self._proto, self._name = parameters, load(path_or_bytes), name_of(path_or_bytes)
         self._forward_outputs = [o.name for o in self._proto.graph.output]
         with using(self._name):
@@ -117,7 +128,8 @@ class TrainingSession(SessionInfo):
         self._evaluation: TrainingGraph | None = None
         update = None
         if self._parameters.training_optimizer_name:
-            update = WeightUpdate(self._parameters, self._weights, sessions)
+            share = self._processes if self._parameters.deepspeed_zero_stage else None
+            update = WeightUpdate(self._parameters, self._weights, sessions, share)
         old = getattr(self, "_updates", None)
         if update is not None and old is not None:
             update.assign(update.check(old.state()))
@@ -202,6 +214,7 @@ class TrainingSession(SessionInfo):
 
     def _step(self, feed: Mapping[str, torch.Tensor], lr: float | None) -> dict[str, np.ndarray]:
         scale = float(self._parameters.loss_scale) or 1.0
+        self._replicate()
         found = self._forward(feed, scale)
         gradients = self._gradients.views
         if self._parameters.set_gradients_as_graph_outputs:
@@ -219,6 +232,9 @@ class TrainingSession(SessionInfo):
 
     def _accumulated(self, gradients: dict[str, torch.Tensor], steps: int) -> dict[str, torch.Tensor] | None:
         """Sums of the gradients of ``steps`` runs when they are complete, else ``None``."""
+        each = not self._parameters.allreduce_post_accumulation
+        if steps == 1 or each:
+            gradients = self._combined(gradients)
         if steps == 1:
             return gradients
         if not self._pending:
@@ -230,7 +246,17 @@ class TrainingSession(SessionInfo):
         if self._n_accumulated < steps:
             return None
         complete, self._pending, self._n_accumulated = self._pending, {}, 0
-        return complete
+        return complete if each else self._combined(complete)
+
+    def _combined(self, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return gradients if self._processes is None else self._processes.combine(gradients, self._weights)
+
+    def _replicate(self) -> None:
+        """Give all processes the state of rank 0 before the first run that trains, and after a loading."""
+        if self._processes is None or self._replicated or self._updates is None:
+            return
+        self._updates.replicate(self._processes, self._weights | self._buffers, self._loads)
+        self._replicated = True
 
     def run_with_ort_values(
         self, output_names: Sequence[str] | None, input_dict_ort_values: Mapping[str, Any], run_options: Any = None
@@ -262,6 +288,9 @@ class TrainingSession(SessionInfo):
     def load_state(self, state_dict: Mapping[str, Any], strict: bool = False) -> None:
         """Take over a state from :meth:`get_state`.
 
+        Of several processes all load, at the same run; what they go on with is then rank 0's. With stage 1 of ZeRO they
+        load the states of all, or each its own.
+
         Args:
             state_dict: name to array.
             strict: raise if a name is missing.
@@ -270,8 +299,14 @@ class TrainingSession(SessionInfo):
             ValueError: an unknown name (whether strict or not), a missing one, or a wrong shape or element type.
                 Nothing has been changed then.
         """
+        layout = {} if self._updates is None else self._updates.layout()
+        flat = {
+            (name if weight == SHARED else f"{name}_{weight}"): (weight, name)
+            for weight, values in layout.items()
+            for name in values
+        }
         own = self.get_state()
-        unknown, missing = sorted(set(state_dict) - set(own)), sorted(set(own) - set(state_dict))
+        unknown, missing = sorted(set(state_dict) - set(own) - set(flat)), sorted(set(own) - set(state_dict))
         if unknown or (strict and missing):
             raise ValueError(
                 f"The state does not fit: unknown names {unknown}, missing names {missing if strict else []}."
@@ -279,11 +314,6 @@ class TrainingSession(SessionInfo):
         tensors = self._weights | self._buffers
         assignments: list[tuple[torch.Tensor, torch.Tensor]] = []
         optimizer: dict[str, dict[str, Any]] = {}
-        flat = {
-            (name if weight == SHARED else f"{name}_{weight}"): (weight, name)
-            for weight, values in self.get_optimizer_state().items()
-            for name in values
-        }
         for name, value in state_dict.items():
             tensor = as_tensor(name, value)
             if name in tensors:
@@ -302,6 +332,8 @@ class TrainingSession(SessionInfo):
             target.copy_(tensor)
         if self._updates is not None:
             self._updates.assign(checked)
+        self._loads += 1
+        self._replicated = self._processes is None
 
     def get_model_state(self, include_mixed_precision_weights: bool = False) -> dict[str, dict[str, np.ndarray]]:
         """``{"full_precision": {name: array}}`` of weights, trained or not, and running statistics, as copies.
@@ -314,13 +346,16 @@ class TrainingSession(SessionInfo):
         return state | ({"mixed_precision": {}} if include_mixed_precision_weights else {})
 
     def get_optimizer_state(self) -> dict[str, dict[str, np.ndarray]]:
-        """Per weight ``Moment_1``, ``Moment_2`` and ``Update_Count`` (for LAMB one ``Step``), as copies."""
+        """Per weight ``Moment_1``, ``Moment_2`` and ``Update_Count`` (for LAMB one ``Step``), as copies.
+
+        With stage 1 of ZeRO it has the weights that fall to this process.
+        """
         if self._updates is None:
             return {}
         return {w: {n: t.numpy().copy() for n, t in v.items()} for w, v in self._updates.state().items()}
 
     def get_partition_info_map(self) -> dict[str, dict[str, list[int]]]:
-        """How weights are divided among processes: they are not, so it is empty."""
+        """Which weights are cut, and how: none is, also where processes share out the optimizer's states."""
         return {}
 
     def is_output_fp32_node(self, output_name: str) -> bool:

@@ -32,6 +32,7 @@ from lightning_ort import (
     optim,
 )
 from lightning_ort.amp import DynamicLossScaler
+from lightning_ort.checkpoints import orttrainer
 from lightning_ort.checkpoints.progress import Position, loops_at
 
 
@@ -43,8 +44,9 @@ def network() -> nn.Sequential:
 class Torch(ORTStrategy):
     """The strategy's way with checkpoints, without anything compiled."""
 
-    def _call(self, name, *args, **kwargs):
-        return getattr(self.lightning_module, name)(*args, **kwargs)
+    def _call(self, name, context, *args, **kwargs):
+        with context:
+            return getattr(self.lightning_module, name)(*args, **kwargs)
 
     def optimizer_step(self, *args, **kwargs):
         return SingleDeviceStrategy.optimizer_step(self, *args, **kwargs)
@@ -536,6 +538,7 @@ MISMATCHED = {
     "optimizer": ("h5", Plain, r"is of AdamOptimizer, but configure_optimizers returned SGD"),
     "amsgrad": ("h5", partial(Plain, torch.optim.Adam, amsgrad=True), r"returned Adam \(Adam with amsgrad=True"),
     "weights_only": ("weights", Wrapped, "was written without optimizer states"),
+    "part": ("part", Wrapped, r"holds the optimizer's states of rank 1 of 2 only \(stage 1 of ZeRO\)"),
     "lightning_shapes": ("ckpt", Narrow, r"size mismatch for net\.3\.weight"),
     "lightning_names": ("ckpt", Renamed, r"Missing key\(s\) in state_dict"),
     "lightning_optimizer": ("ckpt", Plain, r"not that of SGD: it has no momentum, dampening, nesterov, but lr, betas"),
@@ -559,6 +562,9 @@ class Counting(Callback):
         self.batches = state_dict["batches"]
 
 
+FILES = {"ckpt": "x.ckpt", "weights": "weights.h5", "part": "part.h5"}
+
+
 @pytest.fixture(scope="module")
 def files(from_trainer, tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
@@ -567,7 +573,10 @@ def files(from_trainer, tmp_path_factory):
     run.trainer.save_checkpoint(folder / "x.ckpt")
     trainer = make_ort_trainer()
     trainer.save_checkpoint(folder / "weights.h5", include_optimizer_states=False)
-    return {"h5": from_trainer, "ckpt": folder / "x.ckpt", "weights": folder / "weights.h5"}
+    part = trainer.state_dict()
+    part["trainer_options"] |= {"zero_stage": 1, "world_rank": 1, "world_size": 2}
+    orttrainer.write(folder / "part.h5", part, {})
+    return {"h5": from_trainer, **{n: folder / f for n, f in FILES.items()}}
 
 
 @pytest.mark.parametrize("case", sorted(MISMATCHED))

@@ -537,7 +537,7 @@ DOORS: dict[str, Door] = {
             "enable_grad_norm_clip": FLAG,
             "loss_output_name": kind(str),
             "weights_to_train": lambda v: isinstance(v, (set, frozenset, list, tuple)) and strings(v),
-            "world_size": lambda v: type(v) in (int, np.int64) and v == 1,
+            "world_size": whole(1),
             "deepspeed_zero_stage": whole(0, 1),
             "optimizer_attributes_map": kind(dict),
             "no_such": NEVER,

@@ -227,3 +227,14 @@ def test_wrong_arguments(changed, message):
     }  # fmt: skip
     with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
         ORTTrainer(**{**arguments, **changed})
+
+
+def test_pieces_of_moments_are_refused(tmp_path):
+    """ONNX Runtime cut weights where the share of a rank ends."""
+    found = old_trainer(rate=lambda step: 0.01)
+    state = found.state_dict()
+    for rank, half in enumerate((slice(0, 300), slice(300, None))):
+        piece = {"Moment_1_fc1.weight": state["Moment_1_fc1.weight"].ravel()[half]}
+        torch.save({"model": {**state, **piece}}, tmp_path / f"ORT_checkpoint.ZeRO.{rank}.1.ort.pt")
+    with pytest.raises(NotImplementedError, match=r"pieces of moments \(Moment_1_fc1.weight has shape \[340\]"):
+        load_checkpoint(found, tmp_path)

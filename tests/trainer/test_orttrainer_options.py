@@ -98,9 +98,6 @@ REFUSED_VALUES = {
     "strategy": PropagateCastOpsStrategy.NONE,
     "level": 2,
     "allow": ["Add"],
-    "world_rank": 1,
-    "local_rank": 1,
-    "stage": 1,
     "number_recompute_layers": 1,
 }
 
@@ -195,6 +192,24 @@ def test_on_a_gpu_its_provider_comes_before_that_of_the_cpu(monkeypatch):
     assert str(device) == "cuda:1"
     assert config.providers == [cuda, cpu]
     assert config.provider_options == {cuda: {"gpu_mem_limit": "5"}, cpu: {"a": "b"}}
+
+
+def test_each_process_of_a_machine_has_a_gpu(monkeypatch):
+    from lightning_ort.trainer.device import choose_device
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 1)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("onnxruntime.get_available_providers", lambda: ["CUDAExecutionProvider"])
+
+    def chosen(name: str, local_rank: int) -> str:
+        given = {"device": {"id": name}, "distributed": {"local_rank": local_rank}}
+        return str(choose_device(ORTTrainerOptions(given)))
+
+    assert [chosen("cuda", 0), chosen("cuda", 3), chosen("cuda:2", 3)] == ["cuda:0", "cuda:3", "cuda:2"]
+    message = r"options\['distributed.local_rank'\] = 4, but this machine has 4 CUDA devices"
+    with pytest.raises(ValueError, match=message):
+        chosen("cuda", 4)
 
 
 def test_memory_limit_is_refused_on_the_cpu():

@@ -312,9 +312,9 @@ def test_properties_of_small_trainings(tmp_path: Any) -> None:
 
 def test_every_property_has_an_effect_or_refuses_other_values() -> None:
     found = TrainingParameters()
-    with pytest.raises(ValueError, match=r"world_size = 2 is not supported: a TrainingSession trains in one process"):
-        found.world_size = 2
-    found.world_size = 1
+    with pytest.raises(ValueError, match=r"pipeline_parallel_size = 2 is not supported: the graph is not cut"):
+        found.pipeline_parallel_size = 2
+    found.pipeline_parallel_size = 1
     with pytest.raises(TypeError, match=r"gradient_accumulation_steps must be of type int, not '2'"):
         found.gradient_accumulation_steps = "2"
     with pytest.raises(ValueError, match=r"gradient_accumulation_steps must be at least 1"):

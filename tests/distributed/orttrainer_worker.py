@@ -1,0 +1,355 @@
+"""ORTTrainer and TrainingSession on several processes: what each rank of :mod:`test_orttrainer_ranks` runs.
+
+    python orttrainer_worker.py FOLDER
+
+writes to ``FOLDER/RANK.pt`` what each scenario has found. Whoever makes the first trainer joins the process group.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent / "helpers")]
+
+from orttrainer_models import ADAM, LAMB, SGD, batches, cross_entropy, description, make, options  # noqa: E402
+
+from lightning_ort import ORTTrainer, TrainingParameters, TrainingSession, amp  # noqa: E402
+from lightning_ort.distributed import adasum  # noqa: E402
+from lightning_ort.distributed.processes import Processes  # noqa: E402
+from lightning_ort.ort_trainer import IODescription, ModelDescription, load_checkpoint, save_checkpoint  # noqa: E402
+from lightning_ort.ort_trainer import ORTTrainer as OlderTrainer  # noqa: E402
+
+RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+CLIPPED = {"params": [{"params": ["fc1.weight", "fc3.bias"], "max_norm_clip": 0.05}], "max_norm_clip": 0.2}
+ZERO = {"deepspeed_zero_optimization": {"stage": 1}}
+POST = {"allreduce_post_accumulation": True}
+CASES: dict[str, tuple[Any, dict[str, Any], bool]] = {
+    # configuration, options.distributed, whether in float64
+    "adam": (lambda: ADAM(lr=0.01, lambda_coef=0.1), {}, True),
+    "lamb": (lambda: LAMB(lr=0.01, lambda_coef=0.1), {}, True),
+    "sgd": (lambda: SGD(lr=0.1), {}, True),
+    "adam32": (lambda: ADAM(lr=0.01), {}, False),
+    "lamb32": (lambda: LAMB(lr=0.01), {}, False),
+    "sgd32": (lambda: SGD(lr=0.1), {}, False),
+    "clipped": (lambda: ADAM(lr=0.01, **CLIPPED), {}, True),
+    "each": (lambda: ADAM(lr=0.01, max_norm_clip=0.2), {}, True),
+    "post": (lambda: ADAM(lr=0.01, max_norm_clip=0.2), POST, True),
+    "zero adam": (lambda: ADAM(lr=0.01, **CLIPPED), ZERO, True),
+    "zero lamb": (lambda: LAMB(lr=0.01, **CLIPPED), ZERO, True),
+    "zero sgd": (lambda: SGD(lr=0.1), ZERO, True),
+    "zero post": (lambda: ADAM(lr=0.01, **CLIPPED), {**ZERO, **POST}, True),
+}
+
+
+def trainer(config: Any, distributed: dict[str, Any] | None = None, seed: int = 1234, **sections: Any) -> ORTTrainer:
+    """Of this rank; of one process alone without ``distributed``."""
+    model = make(seed=seed)
+    if sections.pop("double", False):
+        model.double()
+    if distributed is not None:
+        sections["distributed"] = {"world_rank": RANK, "world_size": WORLD, "local_rank": RANK, **distributed}
+    return ORTTrainer(model, description(), config, loss_fn=cross_entropy, options=options(**sections))
+
+
+def mine(x: Tensor) -> Tensor:
+    return x.chunk(WORLD)[RANK]
+
+
+def run(found: ORTTrainer, steps: list[tuple[Tensor, Tensor]], *, whole: bool, double: bool = True) -> ORTTrainer:
+    for x, label in steps:
+        x = x.double() if double else x
+        found.train_step(*((x, label) if whole else (mine(x), mine(label))))
+    return found
+
+
+def weights(found: ORTTrainer) -> dict[str, Tensor]:
+    return found.state_dict(pytorch_format=True)
+
+
+def kept(found: ORTTrainer) -> int:
+    """Elements of the moments that this process has."""
+    return sum(t.numel() for states in found._optimizer.updater.moments.values() for t in states.values())
+
+
+def equals_one_process(name: str) -> dict[str, Any]:
+    config, distributed, double = CASES[name]
+    accumulation = {"batch": {"gradient_accumulation_steps": 4}} if name.endswith(("each", "post")) else {}
+    ours = run(trainer(config(), distributed, double=double, **accumulation), batches(), whole=False, double=double)
+    one = run(trainer(config(), double=double, **accumulation), batches(), whole=True, double=double)
+    return {"ours": weights(ours), "one": weights(one), "kept": kept(ours), "kept by one": kept(one)}
+
+
+def starts_from_rank_0() -> dict[str, Any]:
+    """Every rank has other weights, and rank 0 has loaded a state."""
+    before = run(trainer(ADAM(lr=0.01), double=True), batches(count=3), whole=True)
+    ours = trainer(ADAM(lr=0.01), {}, seed=RANK, double=True)
+    if RANK == 0:
+        ours.load_state_dict(before.state_dict())
+    run(ours, batches(count=5)[3:], whole=False)
+    one = run(before, batches(count=5)[3:], whole=True)
+    return {"ours": weights(ours), "one": weights(one), "counts": ours.state_dict()["train_step_info"]}
+
+
+def interrupted() -> dict[str, Any]:
+    """Steps of rank 1 fail among those that make one update; it goes on with the next batch."""
+    accumulation = {"batch": {"gradient_accumulation_steps": 4}}
+    ours = trainer(CASES["each"][0](), {}, double=True, **accumulation)
+    errors = []
+    for k, (x, label) in enumerate(batches()):
+        if RANK == 1 and k in (0, 6, 11):
+            wrong = torch.full_like(mine(label), 99)
+            errors.append(error_of(functools.partial(ours.train_step, mine(x).double(), wrong)))
+        ours.train_step(mine(x).double(), mine(label))
+    return {"ours": weights(ours), "errors": errors}
+
+
+def half(distributed: dict[str, Any]) -> dict[str, Any]:
+    """Rank 1 alone meets a batch whose gradients are not finite."""
+    scaler = amp.DynamicLossScaler(loss_scale=2.0**10)
+    mixed = {"enabled": True, "loss_scaler": scaler}
+    found = trainer(ADAM(lr=0.01, max_norm_clip=0.5), distributed, mixed_precision=mixed)
+    seen = []
+    for k, (x, label) in enumerate(batches(count=8)):
+        if k == 3 and RANK == 1:
+            x = x * 1e6
+        found.train_step(mine(x), mine(label))
+        seen.append((scaler.loss_scale, found._train_step_info.optimization_step))
+    return {"ours": weights(found), "seen": seen, "state": found.state_dict()["loss_scaler"]["skipped_steps"]}
+
+
+def combined_by_adasum() -> dict[str, Any]:
+    ours = run(trainer(SGD(lr=0.1), {"enable_adasum": True}, double=True), batches(), whole=False)
+    model = make().double()
+    for x, label in batches():
+        gradients = [
+            torch.autograd.grad(F.cross_entropy(model(a.double()), b), list(model.parameters()))
+            for a, b in zip(x.chunk(WORLD), label.chunk(WORLD), strict=True)
+        ]
+        with torch.no_grad():
+            for p, of_ranks in zip(model.parameters(), zip(*gradients, strict=True), strict=True):
+                p -= 0.1 * adasum(of_ranks)
+    return {"ours": weights(ours), "one": dict(model.state_dict())}
+
+
+def resumed(folder: Path, stage: int) -> dict[str, Any]:
+    """Ten steps; five, then a checkpoint, then five; and the last five in one process."""
+    distributed = {"deepspeed_zero_optimization": {"stage": stage}}
+
+    def made(*arguments: Any) -> ORTTrainer:
+        return trainer(ADAM(lr=0.01, max_norm_clip=0.2), *arguments, double=True)
+
+    through = run(made(distributed), batches(count=10), whole=False)
+    first = run(made(distributed), batches(count=5), whole=False)
+    files = [folder / f"stage{stage}.{rank}.h5" for rank in range(WORLD)][: WORLD if stage else 1]
+    if len(files) > RANK:
+        first.save_checkpoint(files[RANK], {"epoch": 3})
+    dist.barrier()
+    second = made(distributed)
+    told = second.load_checkpoint(*files)
+    run(second, batches(count=10)[5:], whole=False)
+    alone = made()
+    alone.load_checkpoint(*reversed(files))
+    run(alone, batches(count=10)[5:], whole=True)
+    # one process's checkpoint on several, and what each has given itself
+    back = made(distributed)
+    back.load_state_dict(alone.state_dict())
+    own = made(distributed)
+    own.load_state_dict(first.state_dict())
+    run(own, batches(count=10)[5:], whole=False)
+    found = {
+        "ours": weights(second), "through": weights(through), "one": weights(alone), "own": weights(own), "told": told,
+        "optimizer": first.state_dict()["optimizer"], "options": first.state_dict()["trainer_options"],
+        "back": back.state_dict()["optimizer"], "alone": alone.state_dict()["optimizer"],
+    }  # fmt: skip
+    if stage:
+        others: list[Any] = [None] * WORLD
+        dist.all_gather_object(others, first.state_dict())
+        found["missing"] = error_of(lambda: made(distributed).load_state_dict(others[1 - RANK]))
+        found["too few"] = error_of(lambda: made(distributed).load_checkpoint(files[0]))
+        loaded = made(distributed)
+        if RANK == 0:
+            loaded.load_checkpoint(*files)
+        found["one loads"] = error_of(lambda: run(loaded, batches(count=1), whole=False))
+    return found
+
+
+def error_of(call: Any) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def refused() -> dict[str, str]:
+    def step(**sections: Any) -> Any:
+        return lambda: run(trainer(SGD(lr=0.1), {}, **sections), batches(count=1), whole=False, double=False)
+
+    return {
+        "rank": error_of(lambda: trainer(SGD(lr=0.1), {"world_rank": 1 - RANK})),
+        "size": error_of(lambda: trainer(SGD(lr=0.1), {"world_size": 3})),
+        "session": error_of(lambda: session({"world_size": 4})),
+        "steps": error_of(step(batch={"gradient_accumulation_steps": 1 + RANK})),
+        "frozen": error_of(step(utils={"frozen_weights": ["fc1.bias"] if RANK else []})),
+    }
+
+
+def parts() -> dict[str, Any]:
+    """Gradients that not all have, in two element types."""
+    like = {
+        n: torch.zeros(2, 3, dtype=d) for n, d in (("a", torch.float32), ("b", torch.float64), ("c", torch.float32))
+    }
+    held = {"b": torch.full((2, 3), 1.0 + RANK, dtype=torch.float64)}
+    if RANK == 1:
+        held["a"] = torch.full((3, 2), 4.0).t()  # of other strides
+    found = Processes(RANK, WORLD, torch.device("cpu")).combine(held, like)
+    return {"found": found, "in place": all(found[n] is t for n, t in held.items())}
+
+
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make()
+
+    def forward(self, x: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.net(x)
+        return F.cross_entropy(scores, label), scores
+
+
+@functools.cache
+def exported() -> bytes:
+    buffer = io.BytesIO()
+    torch.onnx.export(
+        WithLoss(), batches(count=1)[0], buffer, dynamo=False, input_names=["x", "label"],
+        output_names=["loss", "scores"], opset_version=17, training=torch.onnx.TrainingMode.TRAINING,
+        do_constant_folding=False, dynamic_axes={n: {0: "batch"} for n in ("x", "label", "scores")},
+    )  # fmt: skip
+    return buffer.getvalue()
+
+
+def session(distributed: dict[str, Any] | None, optimizer: str = "AdamOptimizer", **values: Any) -> TrainingSession:
+    """Of this rank; of one process alone without ``distributed``."""
+    parameters = TrainingParameters()
+    parameters.loss_output_name, parameters.training_optimizer_name = "loss", optimizer
+    if distributed is not None:
+        values |= {"world_rank": RANK, "world_size": WORLD, **distributed}
+    for name, value in values.items():
+        setattr(parameters, name, value)
+    return TrainingSession(exported(), parameters)
+
+
+def of_sessions() -> dict[str, Any]:
+    def trained(found: Any, *, whole: bool, first: int = 0, last: int = 12) -> Any:
+        for x, label in batches()[first:last]:
+            feed = (x, label) if whole else (mine(x), mine(label))
+            found.run(["loss"], {"x": feed[0], "label": feed[1], "Learning_Rate": np.array([0.01], np.float32)})
+        return found
+
+    cases: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+        "adam": ("AdamOptimizer", {}, {}),
+        "lamb": ("LambOptimizer", {"deepspeed_zero_stage": 1}, {}),
+        "each": ("AdamOptimizer", {}, {"gradient_accumulation_steps": 3}),
+        "post": ("AdamOptimizer", {"allreduce_post_accumulation": True}, {"gradient_accumulation_steps": 3}),
+        "zero": ("AdamOptimizer", {"deepspeed_zero_stage": 1, "data_parallel_size": WORLD}, {}),
+    }
+    found: dict[str, Any] = {}
+    for name, (optimizer, distributed, both) in cases.items():
+        ours = trained(session(distributed, optimizer, **both), whole=False)
+        alone = trained(session(None, optimizer, **both), whole=True)
+        found[name] = {"ours": ours.get_state(), "one": alone.get_state()}
+    zero = trained(session({"deepspeed_zero_stage": 1}), whole=False, last=6)
+    states: list[Any] = [None] * WORLD
+    dist.all_gather_object(states, zero.get_state())
+    again = session({"deepspeed_zero_stage": 1})
+    again.load_state(states[0] | states[1], strict=True)
+    alone = session(None)
+    alone.load_state(states[0] | states[1], strict=True)
+    found["resumed"] = {
+        "ours": trained(again, whole=False, first=6).get_state(),
+        "one": trained(alone, whole=True, first=6).get_state(),
+        "through": trained(zero, whole=False, first=6).get_state(),
+    }
+    return found
+
+
+def of_the_older_class(folder: Path) -> dict[str, Any]:
+    described = ModelDescription(
+        [IODescription("x", ["b", 20], torch.float32), IODescription("label", ["b"], torch.int64)],
+        [IODescription("loss", []), IODescription("logits", ["b", 10])],
+    )
+
+    def made(**settings: Any) -> OlderTrainer:
+        rate = IODescription("Learning_Rate", [1])
+        return OlderTrainer(
+            make(), cross_entropy, described, "AdamOptimizer", None, rate, "cpu",
+            get_lr_this_step=lambda step: 0.01, **settings,
+        )  # fmt: skip
+
+    shared = {"world_rank": RANK, "world_size": WORLD, "deepspeed_zero_stage": 1, "allreduce_post_accumulation": True}
+    ours, one = made(**shared), made()
+    for x, label in batches(count=6):
+        ours.train_step(mine(x), mine(label))
+        one.train_step(x, label)
+    save_checkpoint(ours, folder, checkpoint_state_dict={"epoch": 2})
+    dist.barrier()
+    alone, again = made(), made(**shared)
+    told = [load_checkpoint(found, folder, strict=True) for found in (alone, again)]
+    dist.barrier()
+    if RANK == 1:
+        (folder / "ORT_checkpoint.ZeRO.1.1.ort.pt").unlink()
+    dist.barrier()
+    return {
+        "ours": ours.state_dict(include_optimizer_state=False),
+        "one": one.state_dict(include_optimizer_state=False),
+        "again": again.state_dict(),
+        "states": ours.state_dict(),
+        "loaded": alone.state_dict(),
+        "told": told,
+        "missing": error_of(lambda: load_checkpoint(alone, folder)),
+    }
+
+
+def dies(folder: Path, found: dict[str, Any]) -> None:
+    """Rank 1 ends between two steps."""
+    ours = run(trainer(SGD(lr=0.1), {}, double=True), batches(count=2), whole=False)
+    if RANK == 1:
+        torch.save(found, folder / "1.pt")
+        os._exit(0)
+    before = weights(ours)
+    found["death"] = error_of(lambda: run(ours, batches(count=3)[2:], whole=False))
+    found["unchanged"] = all(torch.equal(x, before[name]) for name, x in weights(ours).items())
+    torch.save(found, folder / f"{RANK}.pt")
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {name: equals_one_process(name) for name in CASES}
+    found |= {
+        "starts": starts_from_rank_0(),
+        "interrupted": interrupted(),
+        "half": half({}),
+        "zero half": half(ZERO),
+        "adasum": combined_by_adasum(),
+    }
+    found |= {f"stage {stage}": resumed(folder, stage) for stage in (0, 1)}
+    found |= {"refused": refused(), "parts": parts(), "sessions": of_sessions(), "older": of_the_older_class(folder)}
+    dies(folder, found)
+
+
+if __name__ == "__main__":
+    main()
