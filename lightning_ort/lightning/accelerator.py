@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 __all__ = ["ORTAccelerator"]
 
 
+_MOST = 4096
+"""devices of one machine, beyond which a number is a slip of the pen"""
+
+
 class ORTAccelerator(Accelerator):
     """``Trainer(accelerator="ort", strategy="ort")``: CUDA where ONNX Runtime and torch both have it, else the CPU."""
 
@@ -76,6 +80,11 @@ class ORTAccelerator(Accelerator):
             raise MisconfigurationException(f"devices={shown(given)}: expected a number, a list of them, or 'auto'.")
         there = ORTAccelerator.auto_device_count()
         if isinstance(devices, numbers.Integral):
+            if devices > _MOST:
+                raise MisconfigurationException(
+                    f"accelerator='ort' was given devices={given!r}: expected at most {_MOST} on one machine. Use "
+                    "num_nodes for further machines."
+                )
             # processes on the CPU are as many as asked for
             chosen = list(range(there if devices == -1 else int(devices)))
         else:
