@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 __all__ = [
     "PACKAGES", "Accelerator", "Callback", "MisconfigurationException", "Package", "TorchCheckpointIO", "Variant",
-    "everywhere", "overrides", "package_of", "pl", "rank_zero_info", "rank_zero_warn",
+    "everywhere", "everywhere_in_fabric", "overrides", "package_of", "pl", "rank_zero_info", "rank_zero_warn",
 ]  # fmt: skip
 
 
@@ -63,6 +63,12 @@ else:
 def everywhere(name: str) -> tuple[Any, ...]:
     """What ``"module:name"`` is in each installed package."""
     return tuple(package.get(name) for package in PACKAGES)
+
+
+@functools.cache
+def everywhere_in_fabric(name: str) -> tuple[Any, ...]:
+    """The same, in the packages below them."""
+    return tuple(package.get_fabric(name) for package in PACKAGES)
 
 
 def package_of(*objects: Any) -> Package:

@@ -144,7 +144,13 @@ class ORTStrategy(OnDevices):
             of_module=kwargs,
         )
         super().__init__(
-            device, accelerator, parallel_devices, checkpoint_io, precision_plugin, cluster_environment, options
+            device,
+            accelerator,
+            parallel_devices,
+            checkpoint_io,
+            cluster_environment,
+            options,
+            precision_plugin=precision_plugin,
         )
         self._on_unsupported, self._verify, self._print_report = on_unsupported, verify, print_report
         self._report = Report()
