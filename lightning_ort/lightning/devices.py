@@ -25,9 +25,10 @@ from lightning_ort.lightning_packages import (
 from lightning_ort.validation import shown
 
 if TYPE_CHECKING:
+    from lightning.fabric.accelerators import Accelerator
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+    from lightning.fabric.strategies import _StrategyRegistry
     from lightning.fabric.utilities.types import _DEVICE
-    from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import DDPStrategy
 
@@ -99,6 +100,9 @@ class Devices(_Base):
         ranks: the other processes, while there are several.
     """
 
+    strategy_name = "ort"
+    _described = "steps executed"
+
     def __init__(
         self,
         device: _DEVICE | None,
@@ -133,7 +137,7 @@ class Devices(_Base):
         """What the base class keeps, at first."""
         self.cluster_environment = cluster_environment
         if not self.several:
-            super().__init__(device=self._device or "cpu", **common)  # type: ignore[call-arg]
+            super().__init__(device=self._device or "cpu", **common)
             return
         for name in ("global_rank", "local_rank", "world_size"):  # several devices ask their environment
             self.__dict__.pop(name, None)
@@ -180,7 +184,7 @@ class Devices(_Base):
         if devices and len(devices) > 1 and self._device is not None:
             raise MisconfigurationException(
                 f"{type(self).__name__}(device={str(self._device)!r}) trains there, but Lightning was given "
-                f"devices={len(devices)}. Leave device out, or use devices=1."
+                f"{len(devices)} devices. Leave device out, or use devices=1."
             )
         self._parallel_devices = None if devices is None else list(devices)
         if devices and self._device is None:
@@ -215,6 +219,22 @@ class Devices(_Base):
     @override
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = io
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        variants: dict[str, dict[str, Any]] = {
+            "": {},
+            "_spawn": {"start_method": "spawn"},
+            "_fork": {"start_method": "fork"},
+            "_notebook": {"start_method": "fork"},
+            "_find_unused_parameters_true": {"find_unused_parameters": True},
+        }
+        for name, arguments in variants.items():
+            what = "".join(f", {k}={v!r}" for k, v in arguments.items())
+            strategy_registry.register(
+                f"{cls.strategy_name}{name}", cls, description=f"{cls._described} by ONNX Runtime{what}", **arguments
+            )
 
     # -- several processes ----------------------------------------------------------------------------------------
 
