@@ -496,7 +496,7 @@ class Foreign(MixedPrecision):
 def test_other_refusals(tmp_path):
     with pytest.raises(MisconfigurationException, match=r"Fabric was given precision='bf16-mixed' \(Foreign\)"):
         fabric_of("ort", plugins=[Foreign("bf16-mixed", device="cpu")])
-    with pytest.raises(MisconfigurationException, match="device='cpu'.*2 devices"):
+    with pytest.raises(MisconfigurationException, match=r"device='cpu'.*2 devices"):
         lightning.fabric.Fabric(accelerator="cpu", devices=2, strategy=ORTFabricStrategy(device="cpu"))
     (tmp_path / "no.ckpt").write_bytes(b"nothing of that kind")
     with pytest.raises(CheckpointError, match="is no checkpoint"):
