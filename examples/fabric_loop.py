@@ -2,8 +2,8 @@
 
 python examples/fabric_loop.py [--strategy auto] [--epochs 5] [--devices 2] [--checkpoint digits.ckpt]
 
-The 1797 images of 8 x 8 pixels come with scikit-learn. The loop is Fabric's; what ``lightning_ort`` adds is an import and
-the name of the strategy. A checkpoint that is there is gone on from, whichever strategy has written it.
+The 1797 images of 8 x 8 pixels come with scikit-learn. The loop is Fabric's; what ``lightning_ort`` adds is an import
+and the name of the strategy. A checkpoint that is there is gone on from, whichever strategy has written it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Classifier(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.features = nn.Sequential(
-            nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
-            nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
+            nn.Conv2d(16, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
         )  # fmt: skip
         self.head = nn.Sequential(nn.Linear(512, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 10))
 

@@ -111,6 +111,11 @@ BEFORE = {
         "trainer = Trainer(strategy='ort', callbacks=[best]); trainer.fit(module, Data())",
         "module, tokens, mask = Masked(), torch.ones(3, 5, dtype=torch.int64), torch.ones(1, 5)",
     ],
+    "fabric.md": [
+        "network = Network(); loader = DataLoader(TensorDataset(torch.randn(20, 12), torch.arange(20) % 3), batch_size=5)",
+        "",
+        "",
+    ],
     "on-device-ort-training.md": [
         "module, images, labels = Network(), torch.randn(5, 12), torch.arange(5) % 3",
         "module = Network(); optimizer = torch.optim.AdamW(module.parameters())\n"
@@ -138,6 +143,7 @@ BEFORE = {
 AFTER = {
     "optimizers.md": "one = type('One', (Model,), {'configure_optimizers': configure_optimizers})\n"
     "Trainer(strategy='ort').fit(one(), Data())",
+    "fabric.md": "assert strategy.report() is fabric.strategy.report()",
     "checkpoints.md": "assert ort_trainer.state_dict()['train_step_info']['step'] == 20, 'as many as Lightning made'",
 }
 """Page to what makes use of what its blocks define."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -45,10 +45,10 @@ class CompiledMethods:
         self._observer = DynamoObserver(lambda: self._running, rank_zero_info)
         backend.on_graph, backend.on_fallback = self._on_graph, self._on_fallback
         self._backend = backend
-        self._compiled: dict[str, Callable[..., Any]] = {}
+        self._compiled: dict[Hashable, Callable[..., Any]] = {}
         self._lists = GrowingLists(module.__dict__)
         self._open_sizes = OpenSizes(module)
-        self._begun: Counter[tuple[str, bool]] = Counter()
+        self._begun: Counter[tuple[Hashable, bool]] = Counter()
         self._trainer: pl.Trainer | None = None
         self._device = "cpu"
 
@@ -67,8 +67,8 @@ class CompiledMethods:
 
     def __call__(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call the module's method ``name``."""
-        compiled, sizes = self._compiled.get(name), NOTHING
-        mode = name, torch.is_inference_mode_enabled()  # data made in that mode are compiled for anew
+        mode = self._mode(name)
+        compiled, sizes = self._compiled.get(mode[0]), NOTHING
         if self._begun[mode] < _BEGINNING:
             sizes = self._open_sizes.expecting(name, (args, kwargs), self._trainer)
             self._begun[mode] += 1
@@ -76,7 +76,7 @@ class CompiledMethods:
             method = self._method(name)
             self._lists.expect(appended_attributes(type(self.module), method))
             # dynamic=None: other sizes become symbolic once they have changed
-            compiled = self._compiled[name] = torch.compile(with_own_code(method), backend=self._backend)
+            compiled = self._compiled[mode[0]] = torch.compile(with_own_code(method), backend=self._backend)
         outer, self._running = self._running, self.report.step(f"{self._prefix}{name}")
         self._running.calls += 1
         if outer is None and (timeline.present is not None or self._running.calls >= self._running.timing.due):
@@ -91,7 +91,7 @@ class CompiledMethods:
             self._discard()
             if self._observer.failures != failures:
                 # Dynamo leaves the function to Python for good, but the next data may be right
-                del self._compiled[name]
+                del self._compiled[mode[0]]
             raise
         finally:
             self._lists.remove()
@@ -110,6 +110,10 @@ class CompiledMethods:
         """The method that is compiled."""
         method: Callable[..., Any] = getattr(self.module, name)
         return method
+
+    def _mode(self, name: str) -> tuple[Hashable, bool]:
+        """What is compiled by itself, and whether in inference mode: data made in that are compiled for anew."""
+        return name, torch.is_inference_mode_enabled()
 
     def _begin_timing(self, step: StepReport) -> None:
         """A call begins that may be timed."""

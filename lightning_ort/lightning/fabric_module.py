@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -132,6 +132,12 @@ class _Methods(CompiledMethods):
             return method(*args, **kwargs)
 
         return call  # Dynamo begins in no function of torch, such as nn.Sequential.forward
+
+    @override
+    def _mode(self, name: str) -> tuple[Hashable, bool]:
+        # a Trainer has steps for them; as one function they could exceed Dynamo's limit of compilations
+        inference = torch.is_inference_mode_enabled()
+        return (name, self.module.training, torch.is_grad_enabled(), inference), inference
 
     @override
     def _begin_timing(self, step: StepReport) -> None:
