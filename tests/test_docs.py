@@ -111,11 +111,7 @@ BEFORE = {
         "trainer = Trainer(strategy='ort', callbacks=[best]); trainer.fit(module, Data())",
         "module, tokens, mask = Masked(), torch.ones(3, 5, dtype=torch.int64), torch.ones(1, 5)",
     ],
-    "fabric.md": [
-        "network = Network(); loader = DataLoader(TensorDataset(torch.randn(20, 12), torch.arange(20) % 3), batch_size=5)",
-        "",
-        "",
-    ],
+    "fabric.md": ["network, loader = Network(), Data().train_dataloader()", "", ""],
     "on-device-ort-training.md": [
         "module, images, labels = Network(), torch.randn(5, 12), torch.arange(5) % 3",
         "module = Network(); optimizer = torch.optim.AdamW(module.parameters())\n"
