@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -26,6 +27,17 @@ _BEGINNING = 3
 NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
+def _weak(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    reference = weakref.WeakMethod(method)
+
+    def call(argument: Any) -> None:
+        method = reference()
+        if method is not None:
+            method(argument)
+
+    return call
+
+
 class CompiledMethods:
     """Calls methods of ``module`` through ``torch.compile`` and keeps the report.
 
@@ -43,7 +55,8 @@ class CompiledMethods:
         # made once: torch makes a class of each
         self._dynamo_settings = torch._dynamo.config.patch(DYNAMO_SETTINGS)
         self._observer = DynamoObserver(lambda: self._running, rank_zero_info)
-        backend.on_graph, backend.on_fallback = self._on_graph, self._on_fallback
+        # weakly: what Dynamo keeps with the code of a method has the backend, and no collector sees that way
+        backend.on_graph, backend.on_fallback = _weak(self._on_graph), _weak(self._on_fallback)
         self._backend = backend
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
         self._lists = GrowingLists(module.__dict__)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -391,6 +393,24 @@ def test_hooks_and_copies_and_calls_of_loss_backward():
     assert expected.abs().max().item() > 0.1
     torch.testing.assert_close(other(x), expected, rtol=SINGLE, atol=SINGLE)
     assert not model(x).any()
+
+
+def test_modules_and_optimizers_are_let_go_of():
+    """One Fabric may see many of them, as in a search or a cross-validation."""
+    fabric = fabric_of(ORTFabricStrategy(optimizer="ort"))
+
+    def one() -> list[weakref.ref[Any]]:
+        module = Perceptron()
+        optimizer = sgd(module)
+        model, wrapped = fabric.setup(module, optimizer)
+        fabric.backward(model(dataset().tensors[0]).sum())
+        wrapped.step()
+        return [weakref.ref(module), weakref.ref(optimizer)]
+
+    references = one() + one()
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 4
+    assert list(fabric.strategy.report()) == ["Perceptron.forward", "Perceptron 2.forward"]
 
 
 def test_what_was_compiled_by_hand_runs_in_onnx_runtime():
