@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lightning_ort.export import ExportedModel, ORTExport, export_onnx
     from lightning_ort.lightning.accelerator import ORTAccelerator
     from lightning_ort.lightning.examine import Examination, examine
+    from lightning_ort.lightning.fabric import ORTFabricStrategy
     from lightning_ort.lightning.precision import ORTPrecision
     from lightning_ort.lightning.strategy import ORTStrategy
     from lightning_ort.ondevice import ORTArtifacts
@@ -48,6 +49,7 @@ __all__ = [
     "ORTArtifacts",
     "ORTCheckpointIO",
     "ORTExport",
+    "ORTFabricStrategy",
     "ORTPrecision",
     "ORTStrategy",
     "ORTTrainer",
@@ -80,6 +82,7 @@ _NAMES = {
     "export": ("ExportedModel", "ORTExport", "export_onnx"),
     "lightning.accelerator": ("ORTAccelerator",),
     "lightning.examine": ("Examination", "examine"),
+    "lightning.fabric": ("ORTFabricStrategy",),
     "lightning.precision": ("ORTPrecision",),
     "lightning.strategy": ("ORTStrategy",),
     "ondevice": ("ORTArtifacts",),

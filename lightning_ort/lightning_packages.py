@@ -20,7 +20,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 __all__ = [
     "PACKAGES", "Accelerator", "Callback", "MisconfigurationException", "Package", "TorchCheckpointIO", "Variant",
-    "everywhere", "overrides", "package_of", "pl", "rank_zero_info", "rank_zero_warn",
+    "everywhere", "everywhere_in_fabric", "overrides", "package_of", "pl", "rank_zero_info", "rank_zero_warn",
 ]  # fmt: skip
 
 
@@ -76,6 +76,12 @@ def everywhere(name: str) -> tuple[Any, ...]:
     return tuple(package.get(name) for package in PACKAGES)
 
 
+@functools.cache
+def everywhere_in_fabric(name: str) -> tuple[Any, ...]:
+    """The same, in the packages below them."""
+    return tuple(package.get_fabric(name) for package in PACKAGES)
+
+
 def package_of(*objects: Any) -> Package:
     """The package that the first of ``objects`` is of that is of any; the preferred one if none is."""
     for x in objects:
@@ -107,6 +113,7 @@ else:
     Callback = _of_each_package("callbacks:Callback")
     MisconfigurationException = _of_each_package("utilities.exceptions:MisconfigurationException")
     TorchCheckpointIO = _of_each_package("plugins.io:TorchCheckpointIO")
+
 
 class Variant:
     """A class whose base is one of Lightning's, chosen per instance, and again when more is known.

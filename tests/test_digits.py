@@ -1,9 +1,10 @@
-"""The example of the README: it trains, tests and exports, in PyTorch and in ONNX Runtime."""
+"""The examples with digits: they train and test, in PyTorch and in ONNX Runtime, and one exports."""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -55,3 +56,15 @@ def test_the_first_epoch_may_be_the_only_one(capsys):
     example = runpy.run_path(str(EXAMPLE))
     example["print_table"]({"ort": example["Training"](None, 1.25, [1.0], 0.5)})
     assert capsys.readouterr().out.splitlines()[-1].split() == ["ort", "1.2", "s", "1.00", "s", "-", "0.5000"]
+
+
+@pytest.mark.usefixtures("loggers")
+def test_a_loop_of_fabric_goes_on_with_the_checkpoint_of_another_strategy(tmp_path, monkeypatch, capsys):
+    for strategy, epochs in (("ort", "2"), ("auto", "3")):
+        arguments = ["--strategy", strategy, "--epochs", epochs, "--checkpoint", str(tmp_path / "digits.ckpt")]
+        monkeypatch.setattr(sys, "argv", ["fabric_loop.py", *arguments])
+        runpy.run_path(str(EXAMPLE.with_name("fabric_loop.py")))["main"]()
+    printed = capsys.readouterr().out
+    accuracies = [float(x) for x in re.findall(r"^epoch \d: .*, ([\d.]+)% of the test images$", printed, re.M)]
+    assert len(accuracies) == 3 and min(accuracies[1:]) > 90
+    assert "Classifier.forward" in printed

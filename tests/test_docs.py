@@ -111,6 +111,7 @@ BEFORE = {
         "trainer = Trainer(strategy='ort', callbacks=[best]); trainer.fit(module, Data())",
         "module, tokens, mask = Masked(), torch.ones(3, 5, dtype=torch.int64), torch.ones(1, 5)",
     ],
+    "fabric.md": ["network, loader = Network(), Data().train_dataloader()", "", ""],
     "on-device-ort-training.md": [
         "module, images, labels = Network(), torch.randn(5, 12), torch.arange(5) % 3",
         "module = Network(); optimizer = torch.optim.AdamW(module.parameters())\n"
@@ -142,6 +143,7 @@ AFTER = {
     "Trainer(strategy='ort').fit(one(), Data())",
     "orttrainer.md": "for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK'): del os.environ[name]\n"
     "trainer.train_step(x, label)",
+    "fabric.md": "assert strategy.report() is fabric.strategy.report()",
     "checkpoints.md": "assert ort_trainer.state_dict()['train_step_info']['step'] == 20, 'as many as Lightning made'",
 }
 """Page to what makes use of what its blocks define."""

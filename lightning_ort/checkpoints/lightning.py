@@ -129,6 +129,9 @@ class ORTCheckpointIO(TorchCheckpointIO):
             if starts_with(stream) == HDF5:
                 return self._load_trainer_file(stream, path)
             found = load(stream, path, map_location=map_location, weights_only=weights_only)
+        return self._checked(found, path)
+
+    def _checked(self, found: Any, path: _PATH) -> dict[str, Any]:
         return check_lightning(found, path)
 
     def _load_trainer_file(self, stream: IO[bytes], path: _PATH) -> TrainerFile:

@@ -80,7 +80,7 @@ class ORTAccelerator(Accelerator):
             raise MisconfigurationException(f"devices={shown(given)}: expected a number, a list of them, or 'auto'.")
         there = ORTAccelerator.auto_device_count()
         if isinstance(devices, numbers.Integral):
-            if devices > _MOST:
+            if int(devices) > _MOST:
                 raise MisconfigurationException(
                     f"accelerator='ort' was given devices={given!r}: expected at most {_MOST} on one machine. Use "
                     "num_nodes for further machines."

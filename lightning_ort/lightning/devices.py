@@ -13,13 +13,22 @@ from lightning_ort.distributed.ranks import Ranks
 from lightning_ort.distributed.sharding import sharded
 from lightning_ort.lightning.parallel import ParallelOptions, SyncedLayers, WatchedLauncher, on_any_device
 from lightning_ort.lightning.precision import ORTPrecision
-from lightning_ort.lightning_packages import MisconfigurationException, Package, Variant, everywhere, package_of, pl
+from lightning_ort.lightning_packages import (
+    PACKAGES,
+    MisconfigurationException,
+    Package,
+    Variant,
+    everywhere,
+    package_of,
+    pl,
+)
 from lightning_ort.validation import shown
 
 if TYPE_CHECKING:
+    from lightning.fabric.accelerators import Accelerator
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+    from lightning.fabric.strategies import _StrategyRegistry
     from lightning.fabric.utilities.types import _DEVICE
-    from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import DDPStrategy
 
@@ -28,17 +37,39 @@ if TYPE_CHECKING:
 else:
     _Base = Variant
 
-__all__ = ["OnDevices"]
+__all__ = ["Devices", "OnDevices", "check_precision"]
 
 _PRECISIONS = ("Precision", "DoublePrecision", "HalfPrecision", "MixedPrecision")
 
 
-def _check_kinds(device: Any, accelerator: Any, parallel_devices: Any, checkpoint_io: Any) -> None:
-    """Raise if an argument that the Trainer fills in was given by hand and is something else."""
+def check_precision(plugin: Any, kinds: Sequence[type], argument: str, instead: str) -> None:
+    """Raise if ``plugin`` is of none of ``kinds``, nor ``None``: subclasses may do what nobody here knows of.
+
+    Args:
+        plugin: what Lightning, or a user, gives the strategy.
+        kinds: types.
+        argument: of what it is, as the user would write it.
+        instead: what else the user can do.
+
+    Raises:
+        MisconfigurationException: it is something else.
+    """
+    if plugin is not None and type(plugin) not in kinds:
+        name = getattr(plugin, "precision", plugin)
+        raise MisconfigurationException(
+            "strategy='ort' computes in precision='32-true', '64-true', '16-mixed', 'bf16-mixed', '16-true' or "
+            f"'bf16-true', but {argument} precision={name!r} ({type(plugin).__name__}). {instead}"
+        )
+
+
+def _check_kinds(
+    device: Any, accelerator: Any, parallel_devices: Any, checkpoint_io: Any, accelerators: tuple[type, ...]
+) -> None:
+    """Raise if an argument that Lightning fills in was given by hand and is something else."""
     # private, but what all wrappers of such objects inherit from
     io = (*everywhere("plugins.io:CheckpointIO"), *everywhere("plugins.io.wrapper:_WrappingCheckpointIO"))
     for name, value, kind in (
-        ("accelerator", accelerator, everywhere("accelerators:Accelerator")),
+        ("accelerator", accelerator, accelerators),
         ("checkpoint_io", checkpoint_io, io),
     ):
         if value is not None and not isinstance(value, kind):
@@ -55,18 +86,22 @@ def _check_kinds(device: Any, accelerator: Any, parallel_devices: Any, checkpoin
         raise TypeError(f"parallel_devices={shown(parallel_devices)}: expected a list of torch.device.")
 
 
-class OnDevices(_Base):
+class Devices(_Base):
     """One of Lightning's strategies: ``SingleDeviceStrategy``, or ``DDPStrategy`` where there are several devices, of
-    the package whose Trainer it is given to.
+    the package whose Trainer or Fabric it is given to.
 
     Args:
-        device, accelerator, parallel_devices, checkpoint_io, precision_plugin, cluster_environment: see
+        device, accelerator, parallel_devices, checkpoint_io, cluster_environment: see
             :class:`~lightning_ort.ORTStrategy`.
         options: for several devices.
+        **precision: the precision plug-in, by the name that Lightning's strategy has for it.
 
     Attributes:
         ranks: the other processes, while there are several.
     """
+
+    strategy_name = "ort"
+    _described = "steps executed"
 
     def __init__(
         self,
@@ -74,36 +109,35 @@ class OnDevices(_Base):
         accelerator: Accelerator | None,
         parallel_devices: Sequence[torch.device] | None,
         checkpoint_io: CheckpointIO | None,
-        precision_plugin: Precision | None,
         cluster_environment: ClusterEnvironment | None,
         options: ParallelOptions,
+        **precision: Any,
     ) -> None:
-        _check_kinds(device, accelerator, parallel_devices, checkpoint_io)
+        accelerators = tuple(self._lightning(package, "accelerators:Accelerator") for package in PACKAGES)
+        _check_kinds(device, accelerator, parallel_devices, checkpoint_io, accelerators)
         self._device, self._parallel = device, options
         self._num_nodes = 1
         self._layer_sync = None
         self._parallel_devices: list[torch.device] | None = None
         self.ranks: Ranks | None = None
-        self._begin(accelerator, checkpoint_io, precision_plugin, cluster_environment)
+        self._begin(cluster_environment, accelerator=accelerator, checkpoint_io=checkpoint_io, **precision)
         self.parallel_devices = parallel_devices
+
+    @staticmethod
+    def _lightning(package: Package, name: str) -> Any:
+        """What ``"module:name"`` is in the part of ``package`` that the strategy is for."""
+        return package.get(name)
 
     @classmethod
     @override
     def _first_bases(cls) -> tuple[type, ...]:
-        return everywhere("strategies:SingleDeviceStrategy")[:1]
+        return (cls._lightning(PACKAGES[0], "strategies:SingleDeviceStrategy"),)
 
-    def _begin(
-        self,
-        accelerator: Accelerator | None,
-        checkpoint_io: CheckpointIO | None,
-        precision_plugin: Precision | None,
-        cluster_environment: ClusterEnvironment | None,
-    ) -> None:
+    def _begin(self, cluster_environment: ClusterEnvironment | None, **common: Any) -> None:
         """What the base class keeps, at first."""
         self.cluster_environment = cluster_environment
-        common = {"accelerator": accelerator, "checkpoint_io": checkpoint_io, "precision_plugin": precision_plugin}
         if not self.several:
-            super().__init__(device=self._device or "cpu", **common)  # type: ignore[arg-type]
+            super().__init__(device=self._device or "cpu", **common)
             return
         for name in ("global_rank", "local_rank", "world_size"):  # several devices ask their environment
             self.__dict__.pop(name, None)
@@ -112,10 +146,18 @@ class OnDevices(_Base):
         super().__init__(
             parallel_devices=self._parallel_devices,
             cluster_environment=cluster_environment,
-            **common,  # type: ignore[arg-type]
-            **self._parallel.arguments(),
+            **common,
+            **self._of_several(),
         )
         self._num_nodes, self._layer_sync = nodes, layers
+
+    def _of_several(self) -> dict[str, Any]:
+        """Arguments of Lightning's ``DDPStrategy``."""
+        return self._parallel.arguments()
+
+    def _filled_in(self) -> dict[str, Any]:
+        """What Lightning has filled in, past properties that have something in the place of what is missing."""
+        return {"accelerator": self._accelerator, "checkpoint_io": self._checkpoint_io}
 
     @property
     def several(self) -> bool:
@@ -124,12 +166,107 @@ class OnDevices(_Base):
 
     def _take_bases(self, package: Package) -> None:
         """Be a strategy of ``package``, for one device or for several."""
-        base = package.get("strategies:DDPStrategy" if self.several else "strategies:SingleDeviceStrategy")
+        name = "DDPStrategy" if self.several else "SingleDeviceStrategy"
+        base = self._lightning(package, f"strategies:{name}")
         if self._bases == (base,):
             return
         self._change_bases(base)
-        # past the properties, which have something in the place of what is missing
-        self._begin(self._accelerator, self._checkpoint_io, self._precision_plugin, self.cluster_environment)
+        self._begin(self.cluster_environment, **self._filled_in())
+
+    @property
+    @override
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The devices of this machine that Lightning's accelerator chose."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: Sequence[torch.device] | None) -> None:
+        if devices and len(devices) > 1 and self._device is not None:
+            raise MisconfigurationException(
+                f"{type(self).__name__}(device={str(self._device)!r}) trains there, but Lightning was given "
+                f"{len(devices)} devices. Leave device out, or use devices=1."
+            )
+        self._parallel_devices = None if devices is None else list(devices)
+        if devices and self._device is None:
+            self._root_device = devices[0]
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return super().root_device if self.several else self._root_device
+
+    @property
+    @override
+    def num_nodes(self) -> int:
+        """Number of machines."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = ORTCheckpointIO()
+        elif isinstance(self._checkpoint_io, everywhere("plugins.io.wrapper:_WrappingCheckpointIO")):
+            # such as AsyncCheckpointIO(); ignored by one that has been given another
+            self._checkpoint_io.checkpoint_io = ORTCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    @override
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        variants: dict[str, dict[str, Any]] = {
+            "": {},
+            "_spawn": {"start_method": "spawn"},
+            "_fork": {"start_method": "fork"},
+            "_notebook": {"start_method": "fork"},
+            "_find_unused_parameters_true": {"find_unused_parameters": True},
+        }
+        for name, arguments in variants.items():
+            what = "".join(f", {k}={v!r}" for k, v in arguments.items())
+            strategy_registry.register(
+                f"{cls.strategy_name}{name}", cls, description=f"{cls._described} by ONNX Runtime{what}", **arguments
+            )
+
+    # -- several processes ----------------------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self.several:
+            from lightning_ort.compiler.contest import MEMORY
+
+            assert self.cluster_environment is not None
+            self.ranks = Ranks(self.cluster_environment.main_address)
+            MEMORY.agreement = self.ranks.agreed
+
+    @override
+    def teardown(self) -> None:
+        if self.ranks is not None:
+            from lightning_ort.compiler.contest import MEMORY
+
+            self.ranks.close()
+            self.ranks = MEMORY.agreement = None
+        super().teardown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "ranks": None}
+
+
+class OnDevices(Devices):
+    """A strategy of a Trainer: what it has beyond that of a Fabric."""
+
+    @override
+    def _filled_in(self) -> dict[str, Any]:
+        return {**super()._filled_in(), "precision_plugin": self._precision_plugin}
 
     @override
     def set_world_ranks(self) -> None:
@@ -152,38 +289,6 @@ class OnDevices(_Base):
             self._launcher = None
 
     @property
-    @override
-    def parallel_devices(self) -> list[torch.device] | None:
-        """The devices of this machine that Lightning's accelerator chose."""
-        return self._parallel_devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: Sequence[torch.device] | None) -> None:
-        if devices and len(devices) > 1 and self._device is not None:
-            raise MisconfigurationException(
-                f"ORTStrategy(device={str(self._device)!r}) trains there, but the Trainer was given {len(devices)} "
-                "devices. Leave device out, or use Trainer(devices=1)."
-            )
-        self._parallel_devices = None if devices is None else list(devices)
-        if devices and self._device is None:
-            self._root_device = devices[0]
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        return super().root_device if self.several else self._root_device
-
-    @property
-    @override
-    def num_nodes(self) -> int:
-        """Number of machines."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
     def is_distributed(self) -> bool:
         """What Lightning asks before it gives each process its part of the data."""
         return self.several
@@ -196,46 +301,13 @@ class OnDevices(_Base):
     @precision_plugin.setter
     @override
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        own = [kind for name in _PRECISIONS for kind in everywhere(f"plugins.precision:{name}")]
-        if not (
-            precision_plugin is None or isinstance(precision_plugin, ORTPrecision) or type(precision_plugin) in own
-        ):
-            name = getattr(precision_plugin, "precision", precision_plugin)
-            raise MisconfigurationException(
-                "strategy='ort' computes in precision='32-true', '64-true', '16-mixed', 'bf16-mixed', '16-true' or "
-                f"'bf16-true', but the Trainer was given precision={name!r} ({type(precision_plugin).__name__}). Use "
-                "one of these, or plugins=[ORTPrecision(...)]."
-            )
+        if not isinstance(precision_plugin, ORTPrecision):
+            own = [kind for name in _PRECISIONS for kind in everywhere(f"plugins.precision:{name}")]
+            instead = "Use one of these, or plugins=[ORTPrecision(...)]."
+            check_precision(precision_plugin, own, "the Trainer was given", instead)
         if isinstance(precision_plugin, everywhere("plugins.precision:MixedPrecision")):
             precision_plugin = ORTPrecision.replacing(precision_plugin)
         self._precision_plugin = precision_plugin
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        if self._checkpoint_io is None:
-            self._checkpoint_io = ORTCheckpointIO()
-        elif isinstance(self._checkpoint_io, everywhere("plugins.io.wrapper:_WrappingCheckpointIO")):
-            # such as AsyncCheckpointIO(); ignored by one that has been given another
-            self._checkpoint_io.checkpoint_io = ORTCheckpointIO()
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    @override
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
-
-    # -- several processes ----------------------------------------------------------------------------------------
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        if self.several:
-            from lightning_ort.compiler.contest import MEMORY
-
-            assert self.cluster_environment is not None
-            self.ranks = Ranks(self.cluster_environment.main_address)
-            MEMORY.agreement = self.ranks.agreed
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -252,15 +324,3 @@ class OnDevices(_Base):
         if hook is not None and self._ddp_comm_wrapper is not None:
             hook = self._ddp_comm_wrapper(hook)
         register(self.model, self._ddp_comm_state, on_any_device(hook) if self.root_device.type == "cpu" else hook)
-
-    @override
-    def teardown(self) -> None:
-        if self.ranks is not None:
-            from lightning_ort.compiler.contest import MEMORY
-
-            self.ranks.close()
-            self.ranks = MEMORY.agreement = None
-        super().teardown()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "ranks": None}

@@ -36,7 +36,7 @@ class OpenSizes:
         module: whose steps are compiled.
     """
 
-    def __init__(self, module: pl.LightningModule) -> None:
+    def __init__(self, module: torch.nn.Module) -> None:
         kind = type(module)
         self._owner = f"{getattr(kind, '__module__', '')}.{kind.__qualname__}"
         self._cache = Cache("sizes")

@@ -46,6 +46,7 @@ class ParallelOptions:
     model_averaging_period: int | None = None
     shard_optimizer: bool = False
     of_module: Mapping[str, Any] | None = None
+    owner: str = "ORTStrategy"
 
     def __post_init__(self) -> None:
         if self.start_method is not None:
@@ -60,7 +61,7 @@ class ParallelOptions:
         unknown = sorted(set(self.of_module or ()) - _OF_MODULE)
         if unknown:
             raise TypeError(
-                f"ORTStrategy has no argument {unknown[0]!r}, nor has torch's DistributedDataParallel: "
+                f"{self.owner} has no argument {unknown[0]!r}, nor has torch's DistributedDataParallel: "
                 f"{', '.join(sorted(_OF_MODULE))}."
             )
 

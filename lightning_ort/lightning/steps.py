@@ -5,25 +5,20 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections import Counter
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
 import torch
-import torch._dynamo.config
 from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
+from typing_extensions import override
 
 from lightning_ort.compiler.backend import ORTBackend
-from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS, DynamoObserver, no_fast_path, with_own_code
-from lightning_ort.compiler.executors.executable import Account
-from lightning_ort.compiler.plan import Fallback
-from lightning_ort.lightning.growing_lists import GrowingLists, appended_attributes
+from lightning_ort.lightning.compiled import CompiledMethods
 from lightning_ort.lightning.logged import LogRecorder, logged_so_far, results_stay
-from lightning_ort.lightning.open_sizes import OpenSizes
-from lightning_ort.lightning_packages import everywhere, package_of, pl, rank_zero_info
-from lightning_ort.report import InTorch, Report, StepReport, timeline
+from lightning_ort.lightning_packages import everywhere, package_of, pl
+from lightning_ort.report import Report
 
 __all__ = ["CompiledSteps"]
 
@@ -32,14 +27,11 @@ _OUTSIDE = (
     "all_gather", "clip_gradients", "configure_gradient_clipping", "lr_scheduler_step", "lr_schedulers",
     "manual_backward", "optimizers", "print", "toggle_optimizer", "untoggle_optimizer", "toggled_optimizer",
 )  # fmt: skip
-_BEGINNING = 3
-"""calls of a step in which much is compiled: for the first batch, and for the first ones that are other"""
-_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 _METRIC_METHODS = ("forward", "compute", "reset", "clone")
 
 
-class CompiledSteps:
-    """Calls step functions of ``module`` through ``torch.compile`` and keeps the report.
+class CompiledSteps(CompiledMethods):
+    """The step functions of a LightningModule, and all that one says to its Trainer meanwhile.
 
     Args:
         module: whose steps are called.
@@ -48,10 +40,7 @@ class CompiledSteps:
     """
 
     def __init__(self, module: pl.LightningModule, backend: ORTBackend, report: Report) -> None:
-        self.module, self.report = module, report
-        self._running: StepReport | None = None
-        self._settings = contextlib.ExitStack()
-        self._observer = DynamoObserver(lambda: self._running, rank_zero_info)
+        super().__init__(module, backend, report)
         # Lightning's own condition for batches that it does not see
         in_signature = package_of(module).get("utilities.signature_utils:is_param_in_hook_signature")
         takes_iterator = in_signature(module.training_step, "dataloader_iter", explicit=True)
@@ -63,73 +52,36 @@ class CompiledSteps:
         own |= {"log": self._recorder.log, "log_dict": self._recorder.log_dict}
         self._uncompiled = _uncompiled(module)
         own |= self._uncompiled
-        backend.on_graph, backend.on_fallback = self._on_graph, self._on_fallback
-        self._backend = backend
         own["__deepcopy__"] = _deepcopy_without(own, module, self._recorder)
         self._patches: list[Patch] = [(module.__dict__, own), *_metric_patches(module, self._recorder)]
         self._trainer_patches: list[Patch] = []
         self._optimizers: list[Optimizer] = []
         self._optimizer_patches: dict[int, tuple[Any, Namespace]] = {}
-        self._compiled: dict[str, Callable[..., Any]] = {}
-        self._lists = GrowingLists(module.__dict__)
-        self._open_sizes = OpenSizes(module)
-        self._begun: Counter[tuple[str, bool]] = Counter()
-        self._trainer: pl.Trainer | None = None
-        self._device = "cpu"
 
+    @override
     def install(self) -> None:
-        """Prepare Dynamo; :meth:`remove` takes it back, and must be called in between."""
-        self.remove()
-        self._settings.enter_context(torch._dynamo.config.patch(DYNAMO_SETTINGS))
-        self._settings.enter_context(no_fast_path())
+        super().install()
         self._settings.enter_context(results_stay(self.module))
-        self._observer.install()
 
-    def remove(self) -> None:
-        """Leave Dynamo as it was."""
-        self._observer.remove()
-        self._settings.close()
-        timeline.close()
+    @override
+    def _method(self, name: str) -> Callable[..., Any]:
+        return self._uncompiled.get(name) or super()._method(name)
 
-    def __call__(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call the module's step function ``name``."""
-        compiled, sizes = self._compiled.get(name), _NOTHING
-        mode = name, torch.is_inference_mode_enabled()  # data made in that mode are compiled for anew
-        if self._begun[mode] < _BEGINNING:
-            sizes = self._open_sizes.expecting(name, (args, kwargs), self._trainer)
-            self._begun[mode] += 1
-        if compiled is None:
-            method = self._uncompiled.get(name) or getattr(self.module, name)
-            self._lists.expect(appended_attributes(type(self.module), method))
-            # dynamic=None: other sizes become symbolic once they have changed
-            compiled = self._compiled[name] = torch.compile(with_own_code(method), backend=self._backend)
-        outer, self._running = self._running, self.report.step(name)
-        self._running.calls += 1
-        if outer is None and (timeline.present is not None or self._running.calls >= self._running.timing.due):
-            timeline.begin(self._running, self._device)
-        compilations, failures = self._observer.compilations, self._observer.failures
+    @override
+    def _before(self, name: str) -> None:
         self._recorder.allowed = name != "predict_step"  # whose loop has nowhere to keep it
-        self._lists.place()
-        patches = [*self._patches, *self._trainer_patches, *map(self._optimizer_patch, self._optimizers)]
-        try:
-            with _Patched(patches), sizes:
-                result = compiled(*args, **kwargs)
-        except BaseException:
-            self._recorder.discard()
-            if self._observer.failures != failures:
-                # Dynamo leaves the function to Python for good, but the next data may be right
-                del self._compiled[name]
-            raise
-        finally:
-            self._lists.remove()
-            if self._observer.compilations != compilations:
-                self._observer.collect()
-                self._open_sizes.note(name, (args, kwargs))
-            self._running = outer
+
+    @override
+    def _around(self) -> contextlib.AbstractContextManager[None]:
+        return _Patched([*self._patches, *self._trainer_patches, *map(self._optimizer_patch, self._optimizers)])
+
+    @override
+    def _discard(self) -> None:
+        self._recorder.discard()
+
+    @override
+    def _after(self) -> None:
         self._recorder.flush()
-        if timeline.present is not None:
-            timeline.present.leave(name)
-        return result
 
     def set_trainer(self, trainer: pl.Trainer) -> None:
         """The Trainer that the module is trained by, whose metrics a step may read."""
@@ -161,35 +113,13 @@ class CompiledSteps:
             return closure
         return torch.compile(closure, backend=self._backend)
 
-    def _on_graph(self, executable: Account) -> None:
-        if self._running is not None:
-            if executable.report is not None:
-                self._running.each_graph.append(executable.report)
-            self._running.graphs += 1
-            self._running.graphs_in_torch += executable.executor != "onnxruntime"
-            if executable.milliseconds:
-                self._running.measured.append(executable.milliseconds)
-            self._running.compile_seconds += executable.choosing_seconds
-            self._running.widened += executable.widened
-            self._running.preferred.update(executable.preferred)
-            self._running.on_cpu.update(executable.on_cpu)
-
-    def _on_fallback(self, fallbacks: Sequence[Fallback]) -> None:
-        if self._running is None:
-            return
-        for f in fallbacks:
-            entry = InTorch(f.operator, f.reason, f.source)
-            if entry not in self._running.in_torch:
-                self._running.in_torch.append(entry)
-                rank_zero_info(f"{self._running.name}: {f.operator} runs in torch: {f.reason} ({f.source})")
-
 
 Namespace = dict[str, Any]
 Patch = tuple[Namespace, Namespace]
 """The namespace of an instance, and what stands there during a step."""
 
 
-class _Patched:
+class _Patched(contextlib.AbstractContextManager[None]):
     """Patches, for a block, past ``nn.Module.__setattr__``, whose checks cost more than a small step."""
 
     __slots__ = ("_originals", "_patches")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import inspect
 import os
 import time
 import weakref
@@ -19,18 +17,17 @@ from typing_extensions import override
 
 from lightning_ort.checkpoints.lightning import RECORD, TrainerFile, make_record
 from lightning_ort.checkpoints.resume import Restoring
-from lightning_ort.environment import require_onnxruntime
 from lightning_ort.errors import CheckpointError
 from lightning_ort.lightning.devices import OnDevices
+from lightning_ort.lightning.engine import EngineOptions
 from lightning_ort.lightning.parallel import ParallelOptions, redirected
 from lightning_ort.lightning_packages import everywhere, pl
-from lightning_ort.report import Report, timeline
-from lightning_ort.validation import choice, flag
+from lightning_ort.report import timeline
+from lightning_ort.validation import flag
 
 if TYPE_CHECKING:
     import onnxruntime
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-    from lightning.fabric.strategies import _StrategyRegistry
     from lightning.fabric.utilities.types import _DEVICE, _PATH
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins.precision import Precision
@@ -43,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["ORTStrategy"]
 
 
-class ORTStrategy(OnDevices):
+class ORTStrategy(EngineOptions, OnDevices):
     """Trains, validates, tests and predicts in ONNX Runtime; the LightningModule stays as it is.
 
     ``Trainer(strategy="ort")`` makes one with default settings.
@@ -92,8 +89,6 @@ class ORTStrategy(OnDevices):
             library).
     """
 
-    strategy_name = "ort"
-
     def __init__(
         self,
         device: _DEVICE | None = None,
@@ -121,17 +116,8 @@ class ORTStrategy(OnDevices):
         shard_optimizer: bool = False,
         **kwargs: Any,
     ) -> None:
-        require_onnxruntime()
-        # these need ONNX Runtime, whose absence shall be explained and not break the import of this package
-        from lightning_ort.optim.torch_optim import HookedOptimizers
-        from lightning_ort.runtime.config import RuntimeConfig
-
-        choice("on_unsupported", on_unsupported, ("torch", "error"))
-        choice("optimizer", optimizer, ("auto", "torch", "ort"))
-        flag("verify", verify)
+        self._take_options(providers, provider_options, session_options, placement, on_unsupported, verify, optimizer)
         flag("print_report", print_report)
-        self._config = RuntimeConfig(providers, provider_options, session_options, placement)
-        self._config.check()
         options = ParallelOptions(
             process_group_backend=process_group_backend,
             timeout=timeout,
@@ -144,13 +130,15 @@ class ORTStrategy(OnDevices):
             of_module=kwargs,
         )
         super().__init__(
-            device, accelerator, parallel_devices, checkpoint_io, precision_plugin, cluster_environment, options
+            device,
+            accelerator,
+            parallel_devices,
+            checkpoint_io,
+            cluster_environment,
+            options,
+            precision_plugin=precision_plugin,
         )
-        self._on_unsupported, self._verify, self._print_report = on_unsupported, verify, print_report
-        self._report = Report()
-        self._hooked_optimizers = HookedOptimizers(
-            optimizer, self._config, verify=verify, refuse=on_unsupported == "error", report=self._report
-        )
+        self._print_report = print_report
         self._steps: CompiledSteps | None = None
         self._trainer: weakref.ref[pl.Trainer] | None = None
         self._restoring: Restoring | None = None
@@ -173,22 +161,17 @@ class ORTStrategy(OnDevices):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        from lightning_ort.compiler.backend import ORTBackend
         from lightning_ort.lightning.steps import CompiledSteps
-        from lightning_ort.runtime.providers import resolve
 
         self._trainer = weakref.ref(trainer)
-        resolve(self.root_device, self._config.providers, self._config.provider_options)
+        self._resolve(self.root_device)
         super().setup(trainer)
         assert self.lightning_module is not None
         if self._restoring is not None and trainer.state.fn == "fit":
             self._restoring.complete(self.optimizers)
         if self._steps is None or self._steps.module is not self.lightning_module:
             scaling = getattr(self.precision_plugin, "scaling", None)
-            backend = ORTBackend(
-                self._config, on_unsupported=self._on_unsupported, verify=self._verify, scaling=scaling
-            )
-            self._steps = CompiledSteps(self.lightning_module, backend, self._report)
+            self._steps = CompiledSteps(self.lightning_module, self._backend(scaling), self._report)
         self._steps.set_trainer(trainer)
         self._steps.set_optimizers(self.optimizers)
         self._steps.install()
@@ -201,17 +184,6 @@ class ORTStrategy(OnDevices):
         self._hooked_optimizers.remove()
         self._restoring = None
         super().teardown()
-
-    def __repr__(self) -> str:
-        """The arguments that are not the default ones."""
-        given = {
-            **{f.name: getattr(self._config, f.name) for f in dataclasses.fields(self._config)},
-            **{name: getattr(self, f"_{name}") for name in ("device", "on_unsupported", "verify", "print_report")},
-            "optimizer": self._hooked_optimizers.mode,
-        }
-        defaults = inspect.signature(ORTStrategy.__init__).parameters
-        changed = [f"{n}={p!r}" for n, p in given.items() if n in defaults and p != defaults[n].default]
-        return f"{type(self).__name__}({', '.join(changed)})"
 
     def __getstate__(self) -> dict[str, Any]:
         # whoever copies or saves a callback copies its Trainer; what has been compiled cannot leave the process
@@ -326,10 +298,6 @@ class ORTStrategy(OnDevices):
         super().post_backward(closure_loss)
         timeline.backward_ends()
 
-    def report(self) -> Report:
-        """What ran where so far: per step function its graphs, recompilations, graph breaks, fallbacks, seconds."""
-        return self._report
-
     def export(self, path: str | os.PathLike[str], sample: Any = None, **options: Any) -> ExportedModel:
         """Write the module for inference as an ONNX file, checked against the module.
 
@@ -353,22 +321,6 @@ class ORTStrategy(OnDevices):
         if self.lightning_module is None:
             raise ValueError("The strategy has no module yet. Export artifacts during or after fit.")
         return trained_artifacts(self.lightning_module.trainer, artifact_directory, **options)
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        variants: dict[str, dict[str, Any]] = {
-            "": {},
-            "_spawn": {"start_method": "spawn"},
-            "_fork": {"start_method": "fork"},
-            "_notebook": {"start_method": "fork"},
-            "_find_unused_parameters_true": {"find_unused_parameters": True},
-        }
-        for name, arguments in variants.items():
-            what = "".join(f", {k}={v!r}" for k, v in arguments.items())
-            strategy_registry.register(
-                f"{cls.strategy_name}{name}", cls, description=f"steps executed by ONNX Runtime{what}", **arguments
-            )
 
 
 # before it has taken the base class that the Trainer at hand needs, it is a strategy all the same

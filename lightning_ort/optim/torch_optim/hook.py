@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
@@ -65,7 +66,11 @@ class StepHook:
             self._stepper = OptimizerStepper(optimizer, config, verify=verify)
         else:
             self._note(reason)
+        previous = _PRESENT.get(optimizer, lambda: None)()
+        if previous is not None:  # of another strategy: two would make two updates
+            previous.remove()
         self._handle = optimizer.register_step_pre_hook(self._before_step)
+        _PRESENT[optimizer] = weakref.ref(self)
 
     def remove(self) -> None:
         """Leave the updates to torch from now on."""
@@ -125,6 +130,10 @@ class StepHook:
                 self._announce(f"{name} is updated by torch: {reason}")
 
 
+_PRESENT: weakref.WeakKeyDictionary[Optimizer, weakref.ref[StepHook]] = weakref.WeakKeyDictionary()
+"""optimizer to the hook that it has, and keeps"""
+
+
 class _Updated(list):
     """Stands for the groups of an optimizer whose update has been made: none, for the loop that follows the closure."""
 
@@ -163,31 +172,44 @@ class HookedOptimizers:
         Raises:
             UnsupportedError: with ``refuse``, an optimizer that ONNX Runtime can make no updates of.
         """
-        # wrapped by users or not; what stands in for no optimizer at all is Lightning's own
-        wanted = {
-            id(o): o
-            for o in (local_part(unwrapped(o)) for o in optimizers)
-            if isinstance(o, Optimizer) and not any(p.has(type(o)) for p in PACKAGES) and self.mode != "torch"
-        }
+        wanted = {id(o): o for o in map(self._torch_optimizer, optimizers) if o is not None}
         for hook in self._hooks:
             if id(hook.optimizer) not in wanted:
                 hook.remove()
         self._hooks = [hook for hook in self._hooks if id(hook.optimizer) in wanted]
         hooked = {id(hook.optimizer) for hook in self._hooks}
-        for optimizer in [o for key, o in wanted.items() if key not in hooked]:
-            report = OptimizerReport(type(optimizer).__name__)
-            self._hooks.append(
-                StepHook(
-                    optimizer,
-                    self.mode,
-                    self._config,
-                    verify=self._verify,
-                    refuse=self._refuse,
-                    report=report,
-                    announce=rank_zero_info,
-                )
-            )
-            self._report.optimizers.append(report)
+        self._hooks += [self._hook(o) for key, o in wanted.items() if key not in hooked]
+
+    def attach_for_good(self, optimizer: Any) -> None:
+        """Hook ``optimizer``, which keeps its hook for as long as it lives, or until another strategy has it.
+
+        Raises:
+            UnsupportedError: with ``refuse``, ONNX Runtime can make no updates of it.
+        """
+        wanted = self._torch_optimizer(optimizer)
+        if wanted is not None:
+            self._hook(wanted)
+
+    def _torch_optimizer(self, optimizer: Any) -> Optimizer | None:
+        """The one to hook, which users may have wrapped; what stands in for none at all is Lightning's own."""
+        found = local_part(unwrapped(optimizer))
+        if self.mode == "torch" or not isinstance(found, Optimizer) or any(p.has(type(found)) for p in PACKAGES):
+            return None
+        return found
+
+    def _hook(self, optimizer: Optimizer) -> StepHook:
+        report = OptimizerReport(type(optimizer).__name__)
+        hook = StepHook(
+            optimizer,
+            self.mode,
+            self._config,
+            verify=self._verify,
+            refuse=self._refuse,
+            report=report,
+            announce=rank_zero_info,
+        )
+        self._report.optimizers.append(report)
+        return hook
 
     def remove(self) -> None:
         """Leave all updates to torch from now on."""

@@ -1,0 +1,170 @@
+"""Methods of a module, compiled: what the steps of a Trainer and the modules of a Fabric have in common."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo.config
+
+from lightning_ort.compiler.backend import ORTBackend
+from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS, DynamoObserver, no_fast_path, with_own_code
+from lightning_ort.compiler.executors.executable import Account
+from lightning_ort.compiler.plan import Fallback
+from lightning_ort.lightning.growing_lists import GrowingLists, appended_attributes
+from lightning_ort.lightning.open_sizes import OpenSizes
+from lightning_ort.lightning_packages import pl, rank_zero_info
+from lightning_ort.report import InTorch, Report, StepReport, timeline
+
+__all__ = ["CompiledMethods"]
+
+_BEGINNING = 3
+"""calls of a step in which much is compiled: for the first batch, and for the first ones that are other"""
+NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+
+def _weak(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    reference = weakref.WeakMethod(method)
+
+    def call(argument: Any) -> None:
+        method = reference()
+        if method is not None:
+            method(argument)
+
+    return call
+
+
+class CompiledMethods:
+    """Calls methods of ``module`` through ``torch.compile`` and keeps the report.
+
+    Args:
+        module: whose methods are called.
+        backend: where their graphs go.
+        report: what is known so far; gets everything that happens from now on.
+        prefix: of what the methods are called there.
+    """
+
+    def __init__(self, module: torch.nn.Module, backend: ORTBackend, report: Report, prefix: str = "") -> None:
+        self.module, self.report, self._prefix = module, report, prefix
+        self._running: StepReport | None = None
+        self._settings = contextlib.ExitStack()
+        # made once: torch makes a class of each
+        self._dynamo_settings = torch._dynamo.config.patch(DYNAMO_SETTINGS)
+        self._observer = DynamoObserver(lambda: self._running, rank_zero_info)
+        # weakly: what Dynamo keeps with the code of a method has the backend, and no collector sees that way
+        backend.on_graph, backend.on_fallback = _weak(self._on_graph), _weak(self._on_fallback)
+        self._backend = backend
+        self._compiled: dict[Hashable, Callable[..., Any]] = {}
+        self._lists = GrowingLists(module.__dict__)
+        self._open_sizes = OpenSizes(module)
+        self._begun: Counter[tuple[Hashable, bool]] = Counter()
+        self._trainer: pl.Trainer | None = None
+        self._device = "cpu"
+
+    def install(self) -> None:
+        """Prepare Dynamo; :meth:`remove` takes it back, and must be called in between."""
+        self.remove()
+        self._settings.enter_context(self._dynamo_settings)
+        self._settings.enter_context(no_fast_path())
+        self._observer.install()
+
+    def remove(self) -> None:
+        """Leave Dynamo as it was."""
+        self._observer.remove()
+        self._settings.close()
+        timeline.close()
+
+    def __call__(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call the module's method ``name``."""
+        mode = self._mode(name)
+        compiled, sizes = self._compiled.get(mode[0]), NOTHING
+        if self._begun[mode] < _BEGINNING:
+            sizes = self._open_sizes.expecting(name, (args, kwargs), self._trainer)
+            self._begun[mode] += 1
+        if compiled is None:
+            method = self._method(name)
+            self._lists.expect(appended_attributes(type(self.module), method))
+            # dynamic=None: other sizes become symbolic once they have changed
+            compiled = self._compiled[mode[0]] = torch.compile(with_own_code(method), backend=self._backend)
+        outer, self._running = self._running, self.report.step(f"{self._prefix}{name}")
+        self._running.calls += 1
+        if outer is None and (timeline.present is not None or self._running.calls >= self._running.timing.due):
+            self._begin_timing(self._running)
+        compilations, failures = self._observer.compilations, self._observer.failures
+        self._before(name)
+        self._lists.place()
+        try:
+            with self._around(), sizes:
+                result = compiled(*args, **kwargs)
+        except BaseException:
+            self._discard()
+            if self._observer.failures != failures:
+                # Dynamo leaves the function to Python for good, but the next data may be right
+                del self._compiled[mode[0]]
+            raise
+        finally:
+            self._lists.remove()
+            if self._observer.compilations != compilations:
+                self._observer.collect()
+                self._open_sizes.note(name, (args, kwargs))
+            self._running = outer
+        self._after()
+        if timeline.present is not None:
+            timeline.present.leave(name)
+        return result
+
+    # -- what subclasses have to say ------------------------------------------------------------------------------
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        """The method that is compiled."""
+        method: Callable[..., Any] = getattr(self.module, name)
+        return method
+
+    def _mode(self, name: str) -> tuple[Hashable, bool]:
+        """What is compiled by itself, and whether in inference mode: data made in that are compiled for anew."""
+        return name, torch.is_inference_mode_enabled()
+
+    def _begin_timing(self, step: StepReport) -> None:
+        """A call begins that may be timed."""
+        timeline.begin(step, self._device)
+
+    def _before(self, name: str) -> None:
+        """A call begins."""
+
+    def _around(self) -> contextlib.AbstractContextManager[None]:
+        """What is in force while the method runs."""
+        return NOTHING
+
+    def _discard(self) -> None:
+        """A call has raised."""
+
+    def _after(self) -> None:
+        """A call has returned."""
+
+    # -- the report -----------------------------------------------------------------------------------------------
+
+    def _on_graph(self, executable: Account) -> None:
+        if self._running is not None:
+            if executable.report is not None:
+                self._running.each_graph.append(executable.report)
+            self._running.graphs += 1
+            self._running.graphs_in_torch += executable.executor != "onnxruntime"
+            if executable.milliseconds:
+                self._running.measured.append(executable.milliseconds)
+            self._running.compile_seconds += executable.choosing_seconds
+            self._running.widened += executable.widened
+            self._running.preferred.update(executable.preferred)
+            self._running.on_cpu.update(executable.on_cpu)
+
+    def _on_fallback(self, fallbacks: Sequence[Fallback]) -> None:
+        if self._running is None:
+            return
+        for f in fallbacks:
+            entry = InTorch(f.operator, f.reason, f.source)
+            if entry not in self._running.in_torch:
+                self._running.in_torch.append(entry)
+                rank_zero_info(f"{self._running.name}: {f.operator} runs in torch: {f.reason} ({f.source})")
