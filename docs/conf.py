@@ -50,9 +50,9 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(collections|contextlib|os|pathlib|torch|lightning|onnx|onnx_ir|onnxruntime|numpy|pl)\..*"),
     (
         r"py:.*",
-        r"(Accelerator|CheckpointIO|Precision|MisconfigurationException|UnpicklingError|_DEVICE)",
+        r"(Accelerator|CheckpointIO|Precision|MixedPrecision|MisconfigurationException|UnpicklingError|_DEVICE|_PATH)",
     ),  # Lightning's
-    (r"py:.*", r"lightning_ort\.(compiler|optim\.settings)\..*|lightning_ort\..*\._\w+"),
+    (r"py:.*", r"lightning_ort\.(compiler|optim\.settings|lightning_packages)\..*|lightning_ort\..*\._\w+"),
     (r"py:class", r"(list|dict|tuple)\[.*|Where"),  # halves of a type, and names of types
 ]
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_ort.checkpoints import ORTCheckpointIO
@@ -245,8 +247,17 @@ class Devices(_Base):
             from lightning_ort.compiler.contest import MEMORY
 
             assert self.cluster_environment is not None
-            self.ranks = Ranks(self.cluster_environment.main_address)
-            MEMORY.agreement = self.ranks.agreed
+            try:
+                self.ranks = Ranks(self.cluster_environment.main_address)
+            except dist.DistError as error:
+                # it trains all the same
+                warnings.warn(
+                    f"This process does not reach rank 0 at {self.cluster_environment.main_address} on a port of its "
+                    f"own choice ({error}). If another process fails, the error will not name it.",
+                    stacklevel=2,
+                )
+            else:
+                MEMORY.agreement = self.ranks.agreed
 
     @override
     def teardown(self) -> None:

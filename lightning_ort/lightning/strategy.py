@@ -73,9 +73,11 @@ class ORTStrategy(EngineOptions, OnDevices):
             ``"torch"``, or ``"auto"``, the faster of the two by a rule of sizes. The states are torch's in any case.
         start_method: how several processes of one machine are started, as ``DDPStrategy`` has it; by default
             ``"fork"`` in a notebook, and as scripts of their own (``"popen"``) elsewhere.
-        cluster_environment, process_group_backend, timeout, ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper,
-        model_averaging_period: for ``Trainer(devices=..., num_nodes=...)`` of more than one, as
-            Lightning's ``DDPStrategy`` has them; but hooks work on the CPU as well.
+        cluster_environment: of several devices or nodes, as Lightning's ``DDPStrategy`` has it; and so are the next.
+        process_group_backend: by default gloo on CPUs and nccl on GPUs.
+        timeout: of the process group, by default torch's.
+        ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper: how gradients are exchanged; on the CPU as well.
+        model_averaging_period: steps between averages of the weights, for local SGD.
         shard_optimizer: with several devices, each keeps the states of a part of the parameters and updates it, by
             torch's ``ZeroRedundancyOptimizer``; checkpoints have all of them.
         **kwargs: for several devices, those of ``torch.nn.parallel.DistributedDataParallel``, such as
