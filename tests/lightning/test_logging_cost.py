@@ -60,7 +60,7 @@ def test_a_result_on_another_device_is_moved(monkeypatch):
     result = _ResultMetric.__new__(_ResultMetric)
     result.is_tensor, result._defaults = True, {"value": torch.tensor(0.0)}
     result.value = torch.tensor(0.0)
-    with results_stay():
+    with results_stay(None):
         result.to(torch.device("cpu"))
         assert not moved
         result.to(torch.device("meta"))
