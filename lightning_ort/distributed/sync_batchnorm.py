@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm  # private, but what all of torch's are
 from typing_extensions import override
 
@@ -80,7 +79,7 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         by_batch = self.training or not self.track_running_stats
         if not (by_batch and dist.is_available() and dist.is_initialized() and self._world_size() > 1):
-            return self._alone(input, by_batch=by_batch)
+            return super().forward(input)
         dims = [d for d in range(input.dim()) if d != 1]
         shape = [1, -1] + [1] * (input.dim() - 2)
         # as accurate as a BatchNorm, whose kernels sum up 16-bit values in float32
@@ -100,17 +99,6 @@ class SyncBatchNorm(_BatchNorm):
 
     def _world_size(self) -> int:
         return dist.get_world_size(self.process_group)
-
-    def _alone(self, input: Tensor, *, by_batch: bool) -> Tensor:
-        momentum = 0.0 if self.momentum is None else self.momentum
-        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if self.momentum is None:
-                momentum = 1.0 / float(self.num_batches_tracked)
-        running = (None, None) if self.training and not self.track_running_stats else (
-            self.running_mean, self.running_var,
-        )  # fmt: skip
-        return F.batch_norm(input, *running, self.weight, self.bias, by_batch, momentum, self.eps)
 
     def _note(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
         assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None

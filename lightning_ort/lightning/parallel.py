@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
@@ -56,6 +57,14 @@ class ParallelOptions:
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise TypeError(f"{name}={shown(value)}: expected a function, or None.")
+        for name in ("ddp_comm_state", "ddp_comm_wrapper"):
+            if getattr(self, name) is not None and self.ddp_comm_hook is None:
+                raise ValueError(f"{name} is for a ddp_comm_hook, of which none is given: pass both, or neither.")
+        if self.model_averaging_period is not None and not isinstance(self.ddp_comm_state, PostLocalSGDState):
+            raise ValueError(
+                f"model_averaging_period={shown(self.model_averaging_period)} averages weights of local SGD: it goes "
+                "with ddp_comm_state=PostLocalSGDState(...) and ddp_comm_hook=post_localSGD_hook."
+            )
         if self.timeout is not None and not (isinstance(self.timeout, timedelta) and self.timeout > timedelta()):
             raise TypeError(f"timeout={shown(self.timeout)}: expected a positive datetime.timedelta, or None.")
         unknown = sorted(set(self.of_module or ()) - _OF_MODULE)

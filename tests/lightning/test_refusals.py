@@ -71,6 +71,8 @@ def test_several_devices_on_one():
         ({"start_method": "thread"}, "start_method='thread': expected 'popen', 'spawn', 'fork' or 'forkserver'"),
         ({"timeout": 30}, "timeout=30: expected a positive datetime.timedelta"),
         ({"ddp_comm_hook": "fp16"}, "ddp_comm_hook='fp16': expected a function"),
+        ({"ddp_comm_state": object()}, "ddp_comm_state is for a ddp_comm_hook"),
+        ({"model_averaging_period": 4}, "model_averaging_period=4.*PostLocalSGDState"),
         ({"shard_optimizer": 1}, "shard_optimizer=1: expected True or False"),
         ({"find_unused": True}, "no argument 'find_unused'.*find_unused_parameters"),
     ],
