@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import onnxruntime
 import torch
+from onnxruntime.capi import _pybind_state
 
 from lightning_ort.errors import ProviderError
 from lightning_ort.runtime.config import Placement, RuntimeConfig
@@ -19,13 +22,19 @@ from lightning_ort.runtime.session import OrtSession
 
 __all__ = ["SessionFactory"]
 
-# Crashes the creation of some sessions of ONNX Runtime 1.19: 1 / n times a cast value, the gradient of a weighted mean.
-_NEVER = ["DivMulFusion"]
+# The first crashes the creation of some sessions of ONNX Runtime 1.19: 1 / n times a cast value, the gradient of a
+# weighted mean. The second refuses bounds that are neither float32 nor float16, and the session with them.
+_NEVER = ["DivMulFusion", "FuseReluClip"]
 # The first keeps the factor of a product as a float, also where the matrices are doubles; the second makes an operator
 # that ONNX Runtime 1.19 has no double kernel for.
 _NOT_FOR_DOUBLES = ["MatMulScaleFusion", "MatmulTransposeFusion"]
 # It would keep a value for its second use where the graph computes it again.
 _WOULD_KEEP = ["CommonSubexpressionElimination"]
+
+_OPTIMIZER = re.compile(r"onnxruntime/core/optimizer/(?:\w+/)*(\w+)\.cc")
+"""where an exception says that it comes from"""
+
+_log = logging.getLogger(__name__)
 
 
 class SessionFactory:
@@ -146,7 +155,7 @@ class SessionFactory:
             onnxruntime errors: the model is not accepted.
         """
         disabled = _NEVER + (_NOT_FOR_DOUBLES if double else []) + (_WOULD_KEEP if repeats else [])
-        inner = self._inner(model, self.session_options(small=small), disabled)
+        inner = self._optimized(model, disabled, small=small)
         got = inner.get_providers()
         lost = [provider for provider in self._chosen if provider.name not in got]
         if lost:
@@ -163,6 +172,17 @@ class SessionFactory:
         if self.config.on_session is not None:
             self.config.on_session(session, model)
         return session
+
+    def _optimized(self, model: bytes, disabled: Sequence[str], *, small: bool) -> onnxruntime.InferenceSession:
+        """Where one of ONNX Runtime's optimizers fails at a graph, that runs as it is written."""
+        try:
+            return self._inner(model, self.session_options(small=small), disabled)
+        except (_pybind_state.Fail, _pybind_state.RuntimeException) as error:
+            found = _OPTIMIZER.search(str(error))
+            if found is None:
+                raise
+            _log.info("ONNX Runtime's %s fails at a graph, which runs without optimization: %s", found[1], error)
+            return self._inner(model, self.as_written().session_options(small=small), disabled)
 
     def _inner(
         self, model: bytes, options: onnxruntime.SessionOptions, disabled: Sequence[str]

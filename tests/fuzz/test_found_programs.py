@@ -9,6 +9,13 @@ from .programs import check
 from .steps import Case, Program
 
 FOUND = {
+    "bounds of rectified doubles": (
+        """
+        t0 = torch.clamp(F.relu(y.detach()), -0.5, 0.7)
+        t3 = t0.tanh().sum() + x.sum()
+        """,
+        [Case(6), Case(6, "nan")],
+    ),
     "undone norm without a gradient": (
         """
         t0 = torch.linalg.vector_norm(y + 0.1, 3, dim=-1)

@@ -51,6 +51,38 @@ def test_a_training_resolves_them_once_for_each_region_and_no_more_however_long_
     assert len(resolved) == short <= 2
 
 
+CLIPPED = onnx.parser.parse_model(
+    """<ir_version: 8, opset_import: ["" : 20]>
+    agraph (double[3] x) => (double[3] y) <double low = {0.5}, double high = {2.0}>
+    { a = Relu(x) y = Clip(a, low, high) }"""
+).SerializeToString()
+
+
+@pytest.mark.parametrize("never", [factory._NEVER, []])
+def test_an_optimizer_that_fails_at_a_graph_does_not_keep_it_from_running(never, monkeypatch, capfd):
+    """The second time, ONNX Runtime's FuseReluClip refuses bounds that are doubles."""
+    monkeypatch.setattr(factory, "_NEVER", never)
+    session = SessionFactory().session(CLIPPED, double=True)
+    (got,) = session.inner.run(None, {"x": torch.tensor([-1.0, 1.0, 3.0], dtype=torch.float64).numpy()})
+    assert got.tolist() == [0.5, 1.0, 2.0]
+    level = session.inner.get_session_options().graph_optimization_level
+    as_written = level == onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    assert as_written == (not never)
+    assert ("FuseReluClip" in capfd.readouterr().err) == (not never)
+
+
+def test_a_session_that_fails_otherwise_is_not_made_again(monkeypatch):
+    calls = []
+    monkeypatch.setattr(onnxruntime, "InferenceSession", lambda *args, **kwargs: calls.append(1) or _fail())
+    with pytest.raises(onnxruntime.capi._pybind_state.Fail, match="protobuf"):
+        SessionFactory().session(MODEL)
+    assert len(calls) == 1
+
+
+def _fail():
+    raise onnxruntime.capi._pybind_state.Fail("protobuf parsing failed")
+
+
 def test_options_on_top_leave_those_of_the_user():
     seen = []
     config = RuntimeConfig(session_options={"log_severity_level": 4}, on_session=lambda *made: seen.append(made))
