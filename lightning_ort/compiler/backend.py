@@ -11,11 +11,11 @@ from torch import fx
 
 from lightning_ort.compiler.checkpointing import as_in_eager
 from lightning_ort.compiler.executors.executable import Account, timed_in_torch
+from lightning_ort.compiler.functional_graph import Untraceable
 from lightning_ort.compiler.loss_scale import LossScaling
 from lightning_ort.compiler.placement import source_line
 from lightning_ort.compiler.plan import Fallback
 from lightning_ort.compiler.region import Region
-from lightning_ort.compiler.trace import Untraceable
 from lightning_ort.compiler.user_errors import Located
 from lightning_ort.environment import require_onnxruntime
 from lightning_ort.errors import UnsupportedError

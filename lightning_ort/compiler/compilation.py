@@ -15,11 +15,12 @@ from lightning_ort.compiler.eager_graph import EagerGraph
 from lightning_ort.compiler.executors.executable import Executable
 from lightning_ort.compiler.executors.onnxruntime import ORTExecutable
 from lightning_ort.compiler.executors.torch import TorchExecutable
+from lightning_ort.compiler.functional_graph import Untraceable
 from lightning_ort.compiler.global_state import Surroundings
 from lightning_ort.compiler.kept import Keeping
 from lightning_ort.compiler.outputs import OutputLayout, overlap
 from lightning_ort.compiler.partition import split
-from lightning_ort.compiler.trace import Derivative, Traced, Untraceable, trace
+from lightning_ort.compiler.trace import Derivative, Traced, trace
 from lightning_ort.compiler.trace_cache import TRACES, TraceKey, copied, size_facts
 from lightning_ort.report import timeline
 from lightning_ort.runtime.factory import SessionFactory

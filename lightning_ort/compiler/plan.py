@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.allocation import allocator
+from lightning_ort.compiler.functional_graph import Untraceable
 from lightning_ort.compiler.lowering import GraphBuilder, NotLowered
 from lightning_ort.compiler.lowering.builder import dtype_of
 from lightning_ort.compiler.passes import optimize, save_memory
@@ -28,7 +29,6 @@ from lightning_ort.compiler.placement import (
     source_line,
 )
 from lightning_ort.compiler.symbolic_shapes import Sizes, UnknownSize, is_number
-from lightning_ort.compiler.trace import Untraceable
 from lightning_ort.report import timeline
 from lightning_ort.runtime.factory import SessionFactory
 from lightning_ort.runtime.session import OrtSession

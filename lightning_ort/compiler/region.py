@@ -16,13 +16,14 @@ from lightning_ort.compiler.compilation import Compilation, Pair
 from lightning_ort.compiler.contest import MEMORY, Choice, Contest, Key, measures
 from lightning_ort.compiler.executors.executable import Account, Eager, Executable, timed_in_torch
 from lightning_ort.compiler.first_run import FirstRun, Incoming
+from lightning_ort.compiler.functional_graph import Untraceable
 from lightning_ort.compiler.global_state import Surroundings, drawing_as_traced
 from lightning_ort.compiler.graph_report import report_of
 from lightning_ort.compiler.kept import Kept, before_write
 from lightning_ort.compiler.loss_scale import LossScaling
 from lightning_ort.compiler.outputs import OutputLayout, overlap
 from lightning_ort.compiler.reference import ForkedRNG, rehearsal
-from lightning_ort.compiler.trace import Derivative, Untraceable, fake_inputs
+from lightning_ort.compiler.trace import Derivative, fake_inputs
 from lightning_ort.report import timeline
 from lightning_ort.runtime.factory import SessionFactory
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,25 +12,20 @@ import torch.fx.traceback
 from torch import fx
 
 # Dynamo's own front-end pieces have no public form; this module is the only place that touches them.
-from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from lightning_ort.compiler import decompositions
 from lightning_ort.compiler.checkpointing import CheckpointTracer, first_draws
-from lightning_ort.compiler.decompositions.registry import composites
+from lightning_ort.compiler.functional_graph import Untraceable, functional_graph, is_number
 from lightning_ort.compiler.global_state import Surroundings, without_autocast
 from lightning_ort.compiler.loss_scale import scale_fake, seed_of, unscaled
 from lightning_ort.compiler.random import DRAWS, layout_of
 from lightning_ort.compiler.symbolic_shapes import open_dims
 
-__all__ = ["Derivative", "Traced", "Untraceable", "fake_inputs", "plain_kernels", "trace"]
+aten = torch.ops.aten
 
-
-class Untraceable(Exception):
-    """The region cannot be written as one functional graph; the message is the reason shown to users."""
+__all__ = ["Derivative", "Traced", "fake_inputs", "trace"]
 
 
 class Derivative(enum.Enum):
@@ -140,7 +133,7 @@ def trace(
                 local.append(x)
             elif i in wanted:
                 local.append(x.detach().requires_grad_())
-            elif _is_number(fakes[i]):  # a copy would not know the number
+            elif is_number(fakes[i]):  # a copy would not know the number
                 local.append(x)
             else:
                 local.append(x.detach().clone().requires_grad_(i in tracked))
@@ -173,64 +166,11 @@ def trace(
         flat = [*outputs, *gradients, *left, finite]
         return [x.detach() if isinstance(x, torch.Tensor) else x for x in flat]
 
-    module = _functional_graph(joint, list(fakes), tangent_fakes, grad=grad, native=native)
+    module = functional_graph(joint, region, list(fakes), tangent_fakes, grad=grad, native=native)
     return _signature(module, fakes, wanted, differentiated if tangent_fakes else (), native)
 
 
 _CHANGED = "a tensor that requires a gradient is changed in place"
-
-
-def _is_number(fake: Any) -> bool:
-    """Whether a fake tensor stands for a Python float of the user's, which Dynamo reads by ``item()``."""
-    return getattr(fake, "item_memo", None) is not None
-
-
-def _functional_graph(joint: Any, fakes: list[Any], tangents: list[Any], *, grad: bool, native: bool) -> fx.GraphModule:
-    mode = TracingContext.get().fake_mode
-    assert mode is not None
-    # torch's own attention on a GPU draws in ways that no graph can follow
-    plain_attention = not native or any(isinstance(x, torch.Tensor) and x.device.type == "cuda" for x in fakes)
-    plain = [x.detach() if isinstance(x, torch.Tensor) and not _is_number(x) else x for x in fakes]
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mode)
-        stack.enter_context(enable_python_dispatcher())
-        stack.enter_context(composites(native=native))
-        if plain_attention:
-            stack.enter_context(plain_kernels())
-        stack.enter_context(fx.traceback.preserve_node_meta())
-        # it would look for NaNs in tensors that have no values yet
-        stack.enter_context(torch.autograd.set_detect_anomaly(False))
-        stack.enter_context(torch.set_grad_enabled(grad))
-        try:
-            module = make_fx(
-                dispatch_functionalize(joint, FunctionalTensorMode()),
-                decomposition_table=decompositions.draws() if native else decompositions.table(),
-                tracing_mode="real",
-                _allow_non_fake_inputs=True,
-            )(plain, tangents)
-        except Untraceable:
-            raise
-        except Exception as error:
-            raise Untraceable(
-                f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
-            ) from error
-    # make_fx keeps the nested signature in its code generator; the graph is used flat from here on
-    module.graph.set_codegen(fx.graph.CodeGen())
-    return module
-
-
-@contextlib.contextmanager
-def plain_kernels() -> Iterator[None]:
-    """Keep torch from choosing fused kernels that have no decomposition (attention, oneDNN, transformer fast path)."""
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with warnings.catch_warnings(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            warnings.simplefilter("ignore")  # setting the oneDNN flags warns of Intel GPUs
-            with torch.backends.mkldnn.flags(enabled=False):
-                yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)
 
 
 def _tangents(region: fx.GraphModule, outputs: Sequence[int]) -> list[torch.Tensor]:
@@ -284,9 +224,8 @@ def _forget_aliases(graph: fx.Graph, native: bool) -> None:
 
     Copies that lie otherwise in memory mean something to native operators.
     """
-    aten = torch.ops.aten
     copies = {aten.alias.default, aten.clone.default, aten.detach.default, aten.lift_fresh_copy.default}
-    copies.add(aten.detach_.default)  # of constants that decompositions make
+    copies |= {aten.detach_.default, aten.lift_fresh.default}  # of constants that decompositions make
     for node in graph.nodes:
         if node.op == "call_function" and node.target in copies:
             # those of inputs are the trace's own
@@ -319,7 +258,7 @@ def _draws_as_inputs(graph: fx.Graph) -> list[fx.Node]:
         n
         for n in graph.nodes
         if n.op == "call_function"
-        and isinstance(n.target, torch._ops.OpOverload)
+        and isinstance(n.target, OpOverload)
         and torch.Tag.nondeterministic_seeded in n.target.tags
         and n.target is not _UNDROPPED
     ]

@@ -19,8 +19,8 @@ from lightning_ort import ORTStrategy
 from lightning_ort.cli import main
 from lightning_ort.compiler import ORTBackend, compilation, contest
 from lightning_ort.compiler.contest import MEMORY, Choice, race
+from lightning_ort.compiler.functional_graph import Untraceable
 from lightning_ort.compiler.loss_scale import LossScaling
-from lightning_ort.compiler.trace import Untraceable
 from lightning_ort.environment import has_cpp_compiler
 from lightning_ort.errors import UnsupportedError
 from lightning_ort.files.cache import Cache

@@ -17,7 +17,8 @@ from lightning_ort.compiler.aot.forward import Forward, region_of
 from lightning_ort.compiler.aot.inputs import Fakes, InputInfo, usual_hints
 from lightning_ort.compiler.aot.requirements import required_sizes
 from lightning_ort.compiler.aot.sizes import bound, independent, varying
-from lightning_ort.compiler.trace import Derivative, Traced, Untraceable, trace
+from lightning_ort.compiler.functional_graph import Untraceable
+from lightning_ort.compiler.trace import Derivative, Traced, trace
 from lightning_ort.errors import UnsupportedError
 from lightning_ort.onnx_reader import OnnxModule
 from lightning_ort.verification import is_same_function

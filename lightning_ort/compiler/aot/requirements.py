@@ -18,7 +18,7 @@ from lightning_ort.compiler.aot.forward import Region
 from lightning_ort.compiler.aot.inputs import HINTS, InputInfo
 from lightning_ort.compiler.aot.sizes import Size, size_text, varying
 from lightning_ort.compiler.decompositions.registry import composites
-from lightning_ort.compiler.trace import plain_kernels
+from lightning_ort.compiler.functional_graph import plain_kernels
 
 __all__ = ["required_sizes"]
 

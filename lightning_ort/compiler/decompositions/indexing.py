@@ -157,9 +157,9 @@ def _check(offsets: Tensor, count: Any, include_last_offset: bool) -> None:
 def _common_length(offsets: Tensor, indices: Tensor) -> Any:
     """Length of all bags when the offsets are ``arange(0, n, length)``, as ``F.embedding_bag`` makes them in 2-D."""
     proxies = get_proxy_mode()
-    if proxies is None or not isinstance(offsets, FunctionalTensor):
+    if proxies is None:
         return None
-    inner = torch._from_functional_tensor(offsets.elem)
+    inner: Any = torch._from_functional_tensor(offsets.elem) if isinstance(offsets, FunctionalTensor) else offsets
     proxy = get_proxy_slot(inner, proxies.tracer, None, lambda found: found.proxy)
     node = getattr(proxy, "node", None)
     if node is None or node.target is not aten.arange.start_step or node.args[0] != 0 or len(node.args) < 3:

@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from lightning_ort.compiler.functional_graph import Untraceable
 from lightning_ort.compiler.plan import Fallback
 from lightning_ort.compiler.symbolic_shapes import Sizes, UnknownSize, is_number
-from lightning_ort.compiler.trace import Traced, Untraceable
+from lightning_ort.compiler.trace import Traced
 from lightning_ort.report import GraphReport, timeline
 
 __all__ = ["Account", "Eager", "Executable", "Results", "timed_in_torch"]

@@ -14,7 +14,7 @@ from torch._inductor import compile as compile_graph
 
 from lightning_ort.compiler.executors.executable import Results
 from lightning_ort.compiler.executors.torch import TorchExecutable
-from lightning_ort.compiler.trace import Untraceable
+from lightning_ort.compiler.functional_graph import Untraceable
 
 __all__ = ["InductorExecutable"]
 

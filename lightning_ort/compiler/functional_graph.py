@@ -1,0 +1,157 @@
+"""Calls of torch on fake tensors, taken down as a functional graph of ATen operators."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.fx.traceback
+from torch import fx
+
+# Tracers have no public form; this module is the only place that touches them.
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import TracingContext
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
+from torch.fx.experimental.proxy_tensor import make_fx, maybe_enable_thunkify
+
+from lightning_ort.compiler import decompositions
+from lightning_ort.compiler.decompositions.registry import composites
+
+__all__ = ["Untraceable", "functional_graph", "is_number", "plain_kernels"]
+
+aten = torch.ops.aten
+
+
+class Untraceable(Exception):
+    """The region cannot be written as one functional graph; the message is the reason shown to users."""
+
+
+def is_number(fake: Any) -> bool:
+    """Whether a fake tensor stands for a Python float of the user's, which Dynamo reads by ``item()``."""
+    return getattr(fake, "item_memo", None) is not None
+
+
+def functional_graph(
+    joint: Callable[..., Any],
+    region: fx.GraphModule,
+    fakes: list[Any],
+    tangents: list[Any],
+    *,
+    grad: bool,
+    native: bool,
+) -> fx.GraphModule:
+    """The graph of ``joint(fakes, tangents)``, without a call that changes a tensor.
+
+    Most regions change none, and tensors that keep account of it take long to trace.
+
+    Args:
+        joint: computes outputs and gradients by means of ``region``.
+        region: Dynamo's graph.
+        fakes: inputs of the region.
+        tangents: incoming gradients, or the scale of a loss.
+        grad: whether autograd is on.
+        native: keep torch's own operators.
+
+    Raises:
+        Untraceable: there is no such graph.
+    """
+    if not _seems_to_write(region):
+        with contextlib.suppress(Untraceable):
+            module = _graph(joint, fakes, tangents, grad=grad, native=native)
+            if not any(map(_writes, module.graph.nodes)):
+                return module
+    functional = dispatch_functionalize(joint, FunctionalTensorMode())
+    return _graph(functional, fakes, tangents, grad=grad, native=native)
+
+
+_OPERATORS = "add and floordiv lshift matmul mod mul or pow rshift sub truediv xor"
+_WRITING = {"setitem", *(f"i{name}" for name in _OPERATORS.split())}
+"""names of Python's own operators that change their operand"""
+
+_STATISTICS = {aten.native_batch_norm, aten.cudnn_batch_norm, aten.miopen_batch_norm}
+"""change their running statistics, which their schemas do not say"""
+
+
+def _seems_to_write(region: fx.GraphModule) -> bool:
+    """Whether calls are named as if they changed a tensor: a graph without account of that would be in vain."""
+    graphs = [module.graph for module in region.modules() if isinstance(module, fx.GraphModule)]
+    for node in itertools.chain.from_iterable(graph.nodes for graph in graphs):
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        if node.op in ("call_method", "call_function") and (
+            (name.endswith("_") and not name.endswith("__"))
+            or name in _WRITING
+            or "batch_norm" in name
+            or "out" in node.kwargs
+            or node.kwargs.get("inplace")
+            or isinstance(node.target, HigherOrderOperator)
+        ):
+            return True
+    return False
+
+
+def _writes(node: fx.Node) -> bool:
+    if not isinstance(node.target, OpOverload):
+        return isinstance(node.target, HigherOrderOperator)
+    if node.target is aten.detach_.default:  # changes no value
+        return False
+    return node.target._schema.is_mutable or node.target.overloadpacket in _STATISTICS
+
+
+def _graph(
+    joint: Callable[..., Any], fakes: list[Any], tangents: list[Any], *, grad: bool, native: bool
+) -> fx.GraphModule:
+    mode = TracingContext.get().fake_mode
+    assert mode is not None
+    # torch's own attention on a GPU draws in ways that no graph can follow
+    plain_attention = not native or any(isinstance(x, torch.Tensor) and x.device.type == "cuda" for x in fakes)
+    plain = [x.detach() if isinstance(x, torch.Tensor) and not is_number(x) else x for x in fakes]
+
+    def called(inputs: list[Any], tangents: list[Any]) -> Any:
+        with maybe_enable_thunkify():  # only those symbolic sizes become nodes that a call has among its arguments
+            return joint(inputs, tangents)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mode)
+        stack.enter_context(enable_python_dispatcher())
+        stack.enter_context(composites(native=native))
+        if plain_attention:
+            stack.enter_context(plain_kernels())
+        stack.enter_context(fx.traceback.preserve_node_meta())
+        # it would look for NaNs in tensors that have no values yet
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))
+        stack.enter_context(torch.set_grad_enabled(grad))
+        try:
+            module = make_fx(
+                called,
+                decomposition_table=decompositions.draws() if native else decompositions.table(),
+                tracing_mode="real",
+                _allow_non_fake_inputs=True,
+            )(plain, tangents)
+        except Untraceable:
+            raise
+        except Exception as error:
+            raise Untraceable(
+                f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+            ) from error
+    # make_fx keeps the nested signature in its code generator; the graph is used flat from here on
+    module.graph.set_codegen(fx.graph.CodeGen())
+    return module
+
+
+@contextlib.contextmanager
+def plain_kernels() -> Iterator[None]:
+    """Keep torch from choosing fused kernels that have no decomposition (attention, oneDNN, transformer fast path)."""
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with warnings.catch_warnings(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            warnings.simplefilter("ignore")  # setting the oneDNN flags warns of Intel GPUs
+            with torch.backends.mkldnn.flags(enabled=False):
+                yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)

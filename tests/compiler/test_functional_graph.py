@@ -1,0 +1,82 @@
+"""Regions that change tensors are traced with account of it, and others without."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lightning_ort.compiler import functional_graph
+
+
+@pytest.fixture
+def accounts(monkeypatch):
+    """One entry per trace that kept account of changes."""
+    made, real = [], functional_graph.dispatch_functionalize
+    monkeypatch.setattr(functional_graph, "dispatch_functionalize", lambda *args: made.append(1) or real(*args))
+    return made
+
+
+def _named(x, mean, var):
+    y = x * 1.0
+    y.add_(mean.sum())
+    y[:, 0] = 0
+    return y.square().sum()
+
+
+def _by_argument(x, mean, var):
+    return F.dropout(F.threshold(x * 1.0, 0.1, 0.2, True), 0.0, True, True).square().sum() + mean.sum()
+
+
+def _statistics(x, mean, var):
+    return F.instance_norm(x[None], mean, var, use_input_stats=True, momentum=0.3).square().sum()
+
+
+def _by_a_call_below(x, mean, var):
+    return torch.nn.functional.batch_norm(x, mean, var, training=True, momentum=0.3).pow(3).sum()
+
+
+def _buffers(x, mean, var):
+    mean *= 0.5
+    return (x * mean).sum()
+
+
+def _nothing(x, mean, var):
+    y = x.view(-1).view_as(x).detach().clone() + x.unsqueeze(0)[0]
+    return F.gelu(y).matmul(torch.diag(var)).mean() + mean.sum()
+
+
+CASES = [(_named, True), (_by_argument, True), (_statistics, True), (_by_a_call_below, True), (_buffers, True)]
+
+
+@pytest.mark.parametrize(("function", "expected"), [*CASES, (_nothing, False)])
+@pytest.mark.parametrize("placement", ["onnxruntime", "torch"])
+def test_values_gradients_and_buffers_are_those_of_eager(function, expected, placement, accounts):
+    data = torch.randn(6, 4, dtype=torch.float64)
+
+    def results(f):
+        x = data.clone().requires_grad_()
+        buffers = [torch.full((4,), 0.25, dtype=torch.float64), torch.full((4,), 2.0, dtype=torch.float64)]
+        if function is _statistics:
+            buffers = [torch.full((6,), v, dtype=torch.float64) for v in (0.25, 2.0)]
+        loss = f(x, *buffers)
+        loss.backward()
+        return [loss.detach(), x.grad, *buffers]
+
+    compiled = torch.compile(function, backend="lightning_ort", options={"placement": placement})
+    torch.testing.assert_close(results(compiled), results(function), rtol=1e-12, atol=1e-12)
+    assert bool(accounts) == expected
+
+
+def test_long_chains_of_sizes():
+    """Sizes of which each follows from the one before it become nodes when the last is asked for."""
+
+    def grown(x):
+        for _ in range(60):
+            x = torch.cat([x, x[:2] * 0.5])
+        return (x * x.shape[0]).sum()
+
+    compiled = torch.compile(grown, backend="lightning_ort", dynamic=True, options={"on_unsupported": "error"})
+    for n in (3, 5):
+        x = torch.randn(n, dtype=torch.float64)
+        torch.testing.assert_close(compiled(x), grown(x))
