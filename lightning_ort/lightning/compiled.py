@@ -110,6 +110,7 @@ class CompiledMethods:
             self._lists.remove()
             if self._observer.compilations != compilations:
                 self._observer.collect()
+            if self._observer.compilations != compilations or name in self._open_sizes.undecided:
                 self._open_sizes.note(name, (args, kwargs))
             self._running = outer
         self._after()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,10 +16,13 @@ from lightning_ort.compiler.dynamo import marked_open
 from lightning_ort.files.cache import Cache
 from lightning_ort.lightning_packages import pl
 
-__all__ = ["OpenSizes", "smaller_at_the_end"]
+__all__ = ["OpenSizes", "makes_batches_its_own_way", "smaller_at_the_end"]
 
 _DEEPEST = 8
 """levels of a batch that are looked into"""
+
+_ENOUGH = 64
+"""batches after which a length that has not changed is taken for one that does not"""
 
 _STAGES = {"training_step": "train", "validation_step": "val", "test_step": "test", "predict_step": "predict"}
 
@@ -32,6 +36,10 @@ class OpenSizes:
     Without it, a step is compiled for its first batch alone, and again, for batches of many sizes, when a second one
     differs: the last batch of an epoch, or the first longer sentence.
 
+    Attributes:
+        undecided: steps whose batches may differ in length, as far as their loaders tell; :meth:`note` is to be called
+            for each batch of theirs.
+
     Args:
         module: whose steps are compiled.
     """
@@ -41,6 +49,7 @@ class OpenSizes:
         self._owner = f"{getattr(kind, '__module__', '')}.{kind.__qualname__}"
         self._cache = Cache("sizes")
         self._of_step: dict[str, dict[str, Sizes]] = {}
+        self.undecided: Counter[str] = Counter()
 
     @contextlib.contextmanager
     def expecting(self, step: str, arguments: Any, trainer: pl.Trainer | None) -> Iterator[None]:
@@ -48,6 +57,7 @@ class OpenSizes:
         tensors = list(_tensors(arguments))
         kind, present = _kind(tensors), [list(x.shape) for x in tensors]
         ends = None if trainer is None else smaller_at_the_end(trainer, step)
+        pads = trainer is not None and makes_batches_its_own_way(trainer, step)
         open_sizes: list[tuple[torch.Tensor, int]] = []
         before = self._remembered(step, kind, present)
         others = [sizes[kind] for name, sizes in self._of_step.items() if name != step and kind in sizes]
@@ -61,20 +71,29 @@ class OpenSizes:
                 else:
                     # batches of validation may be larger for good
                     is_open = None in known or (dim > 0 and any(other != size for other in known))
+                    if not is_open and pads and before is None and dim == 1 and _is_text(x):
+                        is_open = True
+                        self.undecided[step] += 0
                 if is_open and size > 1:  # 0 and 1 are special to broadcasting, and open in no graph
                     open_sizes.append((x, dim))
         with marked_open(open_sizes):
             yield
 
     def note(self, step: str, arguments: Any) -> None:
-        """Take down the sizes of a batch that something was compiled for."""
+        """Take down the sizes of a batch that something was compiled for, or that decides something."""
         tensors = list(_tensors(arguments))
         kind, present = _kind(tensors), [list(x.shape) for x in tensors]
         of_kind = self._of_step.setdefault(step, {})
         known = of_kind.get(kind)
         merged = _merged(known or present, present)
         of_kind[kind] = merged
-        if known is not None and merged != known and learns():
+        decided = False
+        if step in self.undecided:
+            self.undecided[step] += 1
+            decided = self.undecided[step] == _ENOUGH
+            if decided:
+                del self.undecided[step]
+        if (decided or (known is not None and merged != known)) and learns():
             self._cache.write(self._key(step, kind), {"sizes": merged})
 
     def _remembered(self, step: str, kind: str, present: Sequence[Sequence[int]]) -> Sizes | None:
@@ -95,13 +114,25 @@ class OpenSizes:
         return hashlib.sha256(f"{self._owner} {step} {kind}".encode()).hexdigest()
 
 
+def makes_batches_its_own_way(trainer: pl.Trainer, step: str) -> bool:
+    """Whether a loader of ``step`` has a ``collate_fn`` of the user's: what pads texts to the longest, as a rule.
+
+    torch's own stacks examples that are all of one size, and so do those that others call default.
+    """
+    functions = [getattr(loader, "collate_fn", None) for loader in _loaders_of(trainer, step)]
+    names = [getattr(f, "__name__", type(f).__name__).lower() for f in functions if callable(f)]
+    return any("default" not in name for name in names)
+
+
+def _is_text(x: torch.Tensor) -> bool:
+    """Whether a tensor of a batch may be tokens, or a mask of them."""
+    return x.dim() == 2 and not (x.is_floating_point() or x.is_complex())
+
+
 def smaller_at_the_end(trainer: pl.Trainer, step: str) -> Collection[int] | None:
     """Sizes of batches of which the last one of an epoch is smaller; ``None`` if a loader does not tell."""
-    stage = _STAGES.get(step)
-    if stage is None:
-        return None
+    loaders, stage = _loaders_of(trainer, step), _STAGES.get(step)
     limit = getattr(trainer, f"limit_{stage}_batches", 1.0)
-    loaders = list(_loaders(getattr(trainer, f"{stage}_dataloader{'' if stage == 'train' else 's'}")))
     found = set()
     for loader in loaders:
         try:
@@ -113,6 +144,13 @@ def smaller_at_the_end(trainer: pl.Trainer, step: str) -> Collection[int] | None
         if not drop_last and rows % size and 1 < batches <= count:
             found.add(size)
     return found if loaders else None
+
+
+def _loaders_of(trainer: pl.Trainer, step: str) -> list[Any]:
+    stage = _STAGES.get(step)
+    if stage is None:
+        return []
+    return list(_loaders(getattr(trainer, f"{stage}_dataloader{'' if stage == 'train' else 's'}")))
 
 
 def _loaders(given: Any, depth: int = 0) -> Iterator[Any]:

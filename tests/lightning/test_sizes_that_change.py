@@ -74,13 +74,59 @@ def test_last_batches_that_are_smaller():
     assert not attributes.names
 
 
-def test_what_validation_has_seen():
+def test_what_validation_has_seen(unpadded):
     """Two batches of another length in the sanity check, and training has open lengths from its first batch on."""
     run = fit(TextClassifier, sentences, lambda: sentences(n=35), max_epochs=1)
     assert reports(run.trainer) == {"training_step": (1, 0), "validation_step": (2, 1)}
 
 
-def test_what_an_earlier_run_has_seen(monkeypatch, tmp_path):
+def test_loaders_that_pad():
+    """Tokens of a batch that is made in the user's way have open lengths from the first one on, in all steps."""
+    theirs = fit(TextClassifier, sentences, lambda: sentences(n=35), max_epochs=1, strategy="auto")
+    run = fit(TextClassifier, sentences, lambda: sentences(n=35), max_epochs=1)
+    assert reports(run.trainer) == {"training_step": (1, 0), "validation_step": (1, 0)}
+    assert_same_state(state_of(theirs.module), state_of(run.module))
+
+
+def test_loaders_that_might_pad_and_do_not(monkeypatch, tmp_path, opened):
+    """After so many batches of one length, the next run is compiled for that alone."""
+    monkeypatch.setattr(open_sizes, "_ENOUGH", 4)
+    monkeypatch.setenv("LIGHTNING_ORT_MEASURE", "1")
+    monkeypatch.setenv("LIGHTNING_ORT_CACHE_DIR", str(tmp_path))
+
+    def same_length():
+        tokens, labels = torch.randint(1, 20, (32, 7)), torch.randint(2, (32,))
+        data = TensorDataset(tokens, labels)
+        return DataLoader(data, batch_size=4, collate_fn=lambda rows: tuple(map(torch.stack, zip(*rows, strict=True))))
+
+    for expected in ({1}, set()):
+        opened.clear()
+        run = fit(TextClassifier, same_length, max_epochs=1)
+        assert reports(run.trainer) == {"training_step": (1, 0)}
+        assert opened[0] == expected
+        assert not run.trainer.strategy._steps._open_sizes.undecided
+
+
+@pytest.fixture
+def unpadded(monkeypatch):
+    """Loaders say nothing of padding."""
+    monkeypatch.setattr(open_sizes, "makes_batches_its_own_way", lambda trainer, step: False)
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """Which dimensions were marked as open, per call."""
+    opened, real = [], open_sizes.marked_open
+
+    def marked_open(sizes):
+        opened.append({dim for _, dim in sizes})
+        return real(sizes)
+
+    monkeypatch.setattr(open_sizes, "marked_open", marked_open)
+    return opened
+
+
+def test_what_an_earlier_run_has_seen(monkeypatch, tmp_path, unpadded):
     monkeypatch.setenv("LIGHTNING_ORT_MEASURE", "1")
     monkeypatch.setenv("LIGHTNING_ORT_CACHE_DIR", str(tmp_path))
     first = fit(TextClassifier, lambda: sentences(n=32), max_epochs=1)
@@ -97,15 +143,8 @@ def test_what_an_earlier_run_has_seen(monkeypatch, tmp_path):
     assert reports(fit(TextClassifier, lambda: sentences(n=32), max_epochs=1).trainer) == {"training_step": (2, 1)}
 
 
-def test_equal_batches_stay_closed(monkeypatch):
+def test_equal_batches_stay_closed(opened):
     """Where all batches are equal, a graph has the numbers in it, which leaves more to its compiler."""
-    opened, real = [], open_sizes.marked_open
-
-    def marked_open(sizes):
-        opened.append({dim for _, dim in sizes})
-        return real(sizes)
-
-    monkeypatch.setattr(open_sizes, "marked_open", marked_open)
     run = fit(Net, lambda: rows(24), max_epochs=2)
     assert reports(run.trainer) == {"training_step": (3, 0)}
     assert opened == [set()] * 3
