@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from typing_extensions import override
 
 from lightning_ort.checkpoints import ORTCheckpointIO
 from lightning_ort.distributed.ranks import Ranks
+from lightning_ort.distributed.rendezvous import init_process_group
 from lightning_ort.distributed.sharding import sharded
 from lightning_ort.lightning.parallel import ParallelOptions, SyncedLayers, WatchedLauncher, on_any_device
 from lightning_ort.lightning.precision import ORTPrecision
@@ -242,6 +244,8 @@ class Devices(_Base):
 
     @override
     def setup_environment(self) -> None:
+        if self.several and not dist.is_initialized():
+            self._meet()
         super().setup_environment()
         if self.several:
             from lightning_ort.compiler.contest import MEMORY
@@ -258,6 +262,32 @@ class Devices(_Base):
                 )
             else:
                 MEMORY.agreement = self.ranks.agreed
+
+    def _meet(self) -> None:
+        """Make the process group, which Lightning's strategy then takes as it is."""
+        assert self.accelerator is not None
+        assert self.cluster_environment is not None
+        device = self.root_device
+        backend = self.process_group_backend or dist.get_default_backend_for_device(device)
+        if backend == dist.Backend.MPI:  # its own launcher has brought them together
+            return
+        self.accelerator.setup_device(device)
+        environment = self.cluster_environment
+        # which those ignore that know it already
+        environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        environment.set_world_size(self.num_nodes * self.num_processes)
+        host, port = environment.main_address, environment.main_port
+        # Lightning has it there too, where others may look for it
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
+        init_process_group(
+            backend,
+            host,
+            port,
+            self.global_rank,
+            self.world_size,
+            self._parallel.arguments()["timeout"],
+            device_id=None if device.type == "cpu" else device,
+        )
 
     @override
     def teardown(self) -> None:
