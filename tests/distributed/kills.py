@@ -29,7 +29,7 @@ from .killed import TIMEOUT
 SCRIPT = Path(__file__).parent / "killed.py"
 _IMPORTS = 120.0
 """seconds that a process may take until its own code begins"""
-_LONGER = 30.0
+_LONGER = 40.0
 """seconds after ``TIMEOUT`` that it takes to find out, to say so and to end"""
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ort import RankError
+from lightning_ort.distributed import rendezvous
 from lightning_ort.distributed.rendezvous import fresh_part
 
 from .kills import kill
@@ -82,6 +83,26 @@ def test_meeting_where_others_have_met_before():
         assert all(part.get("who") == f"round {len(parts)}".encode() for part in found)
         parts.append(found[0])
     assert parts[0].get("who") == b"round 0"
+
+
+@pytest.mark.parametrize("last", ["ends", "succeeds"])
+def test_who_has_ended_between_the_meeting_and_the_first_step(last, monkeypatch):
+    """Rank 0 and 1 fail; rank 2 has ended, or has been through before."""
+    monkeypatch.setattr(rendezvous, "_ROLL", 1.0)
+    store = dist.HashStore()
+
+    def stage(rank: int, fails: bool) -> None:
+        with rendezvous.naming_who_has_ended(store, "group", rank, 3):
+            if fails:
+                raise RuntimeError("[third_party/gloo/...] Connection closed by peer")
+
+    if last == "succeeds":
+        stage(2, False)
+    with ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(stage, rank, True) for rank in (0, 1)]:
+            words = r"^rank 2 of 3 has ended before" if last == "ends" else "^.third_party"
+            with pytest.raises(RankError if last == "ends" else RuntimeError, match=words):
+                future.result()
 
 
 def test_meeting_that_somebody_does_not_come_to():
