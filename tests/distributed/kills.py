@@ -150,9 +150,12 @@ def duration(ranks: int, launcher: str) -> float:
 
 
 def kill(rank: int, after: float, ranks: int, launcher: str, folder: Path) -> Outcome:
-    """One fit in which ``rank`` is killed ``after`` seconds of its own code."""
+    """One fit in which ``rank`` is killed ``after`` seconds of its own code; of all, where Lightning starts them."""
     fit = Fit(folder, ranks, launcher)
     try:
+        if launcher == "script":  # who has not been started yet, cannot say anything
+            for other in range(ranks):
+                fit.wait_for(other)
         victim = fit.wait_for(rank)
         time.sleep(after)
         finished = not _runs(victim)

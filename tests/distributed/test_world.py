@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_ort import ORTArtifacts, ORTExport
+
 from .test_data_parallel import assert_close, assert_ranks_equal, launch
 
 SCRIPT = Path(__file__).parent / "world_worker.py"
@@ -78,3 +80,20 @@ def test_resumed_by_other_numbers_of_ranks(tmp_path):
     assert_close(of_network(again[0]["epoch 3"]["ort"]), of_network(one["whole"]["eager"]), 1e-9)
     for rank in four:
         assert 0.2 < rank["memory"]["parts"] / rank["memory"]["whole"] < 0.3
+
+
+@pytest.mark.parametrize("callback", [ORTExport(), ORTArtifacts()])
+def test_all_ranks_ask_where_to_write(callback):
+    """Lightning's ``log_dir`` is a broadcast: who leaves it out makes rank 0 wait, which writes."""
+
+    class Second:
+        is_global_zero, asked = False, 0
+
+        @property
+        def log_dir(self):
+            self.asked += 1
+            return "runs"
+
+    trainer = Second()
+    callback.on_fit_end(trainer, None)
+    assert trainer.asked == 1
