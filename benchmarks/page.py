@@ -1,4 +1,7 @@
-"""``python -m benchmarks.page``: tables and pictures of ``docs/benchmarks.md``, from ``benchmarks/results/``."""
+"""``python -m benchmarks.page``: tables and pictures of ``docs/benchmarks.md``, from ``benchmarks/results/``.
+
+The tables of ``docs/several-devices.md`` too.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
+from benchmarks import scaling
 from benchmarks.parts import PARTS, columns_of, rows_of
 from lightning_ort.bench.contestants import BASELINE
 from lightning_ort.bench.table import caption, markdown_table
@@ -39,8 +43,8 @@ def picture_of(report: dict[str, Any]) -> Path:
 
 
 def saved_reports() -> list[dict[str, Any]]:
-    """All that are kept, part by part."""
-    reports = [json.loads(path.read_text()) for path in sorted(_RESULTS.glob("*.json"))]
+    """All that ``python -m benchmarks`` has kept, part by part."""
+    reports = [json.loads(path.read_text()) for part in PARTS for path in sorted(_RESULTS.glob(f"{part}-*.json"))]
     order = list(PARTS)
     return sorted(reports, key=lambda r: (order.index(r["part"]), r["settings"]["precision"]))
 
@@ -81,12 +85,14 @@ def with_results(page: str, results: str) -> str:
 
 
 def main() -> None:
-    """Write the page and its pictures."""
+    """Write the pages and their pictures."""
     # only this needs matplotlib
     from benchmarks.pictures import draw
 
     reports = saved_reports()
     PAGE.write_text(with_results(PAGE.read_text(encoding="utf-8"), rendered(reports)), encoding="utf-8")
+    section = scaling.rendered(scaling.saved_reports())
+    scaling.PAGE.write_text(with_results(scaling.PAGE.read_text(encoding="utf-8"), section), encoding="utf-8")
     PICTURES.mkdir(exist_ok=True)
     pictures = {picture_of(report): report for report in reports}
     for path in set(PICTURES.glob("*.svg")) - set(pictures):

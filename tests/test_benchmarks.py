@@ -10,8 +10,9 @@ import pytest
 from ondevice_wheel import WHEEL
 from torch.utils.data import DataLoader
 
-from benchmarks import page
+from benchmarks import page, scaling
 from benchmarks.__main__ import main
+from benchmarks.data_parallel import main as data_parallel
 from benchmarks.everyday import PROJECTS
 from benchmarks.everyday import load as load_project
 from benchmarks.models import MODELS, load
@@ -83,6 +84,56 @@ def test_page_and_pictures_show_the_saved_results():
     for report in reports:
         assert digest(panels_of(report)) in page.picture_of(report).read_text(encoding="utf-8")
         assert report["machine"]["cpu"] in text
+
+
+def test_page_of_several_devices_shows_the_saved_results():
+    text = scaling.PAGE.read_text(encoding="utf-8")
+    assert page.with_results(text, scaling.rendered(scaling.saved_reports())) == text, "python -m benchmarks.page"
+
+
+def test_ring_on_paper():
+    link = scaling.Link("", 1e9, 1e-5)
+    assert scaling.all_reduce(4e6, 2, link) == pytest.approx(4e-3 + 2e-5)
+    assert scaling.all_reduce(4e6, 5, link) == pytest.approx(6.4e-3 + 8e-5)
+    # without latency, all ranks together have 2 P / B at most
+    assert scaling.half(lambda n: 1 / (1 + scaling.all_reduce(4e6, n, scaling.Link("", 1e9, 0.0)))) == 1 << 20
+    assert scaling.half(lambda n: 10 / (10 + n)) == 10
+    assert scaling.half(lambda n: 1 / (1 + n)) is None
+
+
+def test_table_of_ranks():
+    one = {"model": "mlp", "ranks": 1, "scaling": "weak", "threads": 2, "gradient_bytes": 1e6, "sent_bytes": 0.0}
+    one |= {"torch_ms": [3.0, 4.4, 5.0], "ort_ms": [2.0, 2.2, 2.0]}
+    two = one | {"ranks": 2, "sent_bytes": 1.1e6, "torch_ms": [6.0], "ort_ms": [4.0]}
+    report = {"part": "data-parallel", "results": [one, two, two | {"scaling": "strong"}], "settings": {}, "date": ""}
+    report |= {"machine": {"cpu": "X", "cores": 2, "memory_gb": 1, "load_average": 0.0}, "versions": {}}
+    assert scaling.rows(report) == [
+        ("mlp", "", "1", "4.40 ms", "2.00 ms", "2.00x", "1.50-2.50", "100%", "1.00 MB", ""),
+        ("mlp", "weak", "2", "6.00 ms", "4.00 ms", "1.50x", "1.50-1.50", "50%", "1.00 MB", "1.10 MB"),
+        ("mlp", "strong", "2", "6.00 ms", "4.00 ms", "1.50x", "1.50-1.50", "25%", "1.00 MB", "1.10 MB"),
+    ]
+    # 8 ranks at 1 Gbit/s: 14 ms of bytes, 1.4 ms of latencies, beside 2 ms of computing
+    assert "| mlp | 1 Gbit/s, 100 µs | 11% |" in scaling.rendered([report])
+    assert scaling.path_of(report).name == "data-parallel-x.json"
+
+
+@pytest.mark.stock_only
+@pytest.mark.slow
+def test_steps_of_two_ranks(tmp_path):
+    options = ["--models", "mlp", "--ranks", "2", "--scaling", "strong", "--steps", "4", "--rounds", "1"]
+    (result,) = data_parallel([*options, "--output", str(tmp_path)])["results"]
+    assert result["gradient_bytes"] == 4 * (784 * 256 + 256 + 256 * 256 + 256 + 256 * 10 + 10)
+    # two ranks send each other as much as there is
+    assert 1 < result["sent_bytes"] / result["gradient_bytes"] < 1.5
+    assert result["scaling"] == "strong" and all(t > 0 for t in (*result["torch_ms"], *result["ort_ms"]))
+    (path,) = tmp_path.iterdir()
+    assert json.loads(path.read_text())["results"] == [result]
+
+
+def test_ranks_that_are_saved_are_all(capsys):
+    with pytest.raises(SystemExit):
+        data_parallel(["--ranks", "2", "--save"])
+    assert "--save keeps all models, ranks and scalings" in capsys.readouterr().err
 
 
 def test_page_without_a_place_for_results():

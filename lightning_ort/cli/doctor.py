@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.metadata
+import os
 import platform
+import socket
+import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -15,7 +19,7 @@ from packaging.requirements import Requirement
 from lightning_ort._version import __version__
 from lightning_ort.environment import OnnxRuntime, OnnxRuntimeImportError, require_onnxruntime
 
-__all__ = ["Finding", "diagnose", "doctor"]
+__all__ = ["Finding", "diagnose", "doctor", "meet"]
 
 _DISTRIBUTION = "lightning-ort"
 # installed by users as one extra, which the ONNX Runtime itself is checked for
@@ -76,6 +80,10 @@ def diagnose() -> Iterator[Finding]:
             yield from _providers(found)
         except ImportError as error:  # what is missing is among the requirements
             yield Finding("problem", f"Execution providers are not tried: {error}")
+    try:
+        yield from _processes()
+    except ImportError as error:
+        yield Finding("problem", f"Several processes are not tried: {error}")
     yield from _requirements()
     versions = [f"{name} {version}" for name in _VERSIONS if (version := _version(name))]
     yield Finding("ok", ", ".join(versions))
@@ -135,6 +143,90 @@ def _starts(provider: str) -> str | None:
         return None if got.tolist() == [2.0] else f"1 + 1 is {got.tolist()}"
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def _processes() -> Iterator[Finding]:
+    """Whether ``devices=2`` can work: what transports there are, and whether two processes meet by gloo."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        yield Finding("note", "torch is built without torch.distributed: devices=2 does not work")
+        return
+    there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+    has, lacks = ([name for name, is_there in there.items() if is_there is wanted] for wanted in (True, False))
+    text = f"torch.distributed has {', '.join(has) or 'no transport'}"
+    yield Finding("ok", f"{text}, not {', '.join(lacks)}" if lacks else text)
+    if there["gloo"]:
+        reason = meet()
+        if reason is None:
+            yield Finding("ok", "two processes of this machine train together")
+        else:
+            yield _do_not_meet(reason)
+    host = os.environ.get("MASTER_ADDR")
+    if host and not _resolves(host):
+        yield Finding("note", f"MASTER_ADDR={host} is the name of no machine: no process finds rank 0 there")
+    if not _resolves(socket.gethostname()):
+        yield Finding(
+            "note",
+            f"the name of this machine, {socket.gethostname()}, does not resolve: with num_nodes=2, gloo does not know "
+            "which of its addresses the others reach",
+            (f"export GLOO_SOCKET_IFNAME={'|'.join(_interfaces())}",),
+        )
+
+
+def _do_not_meet(reason: str) -> Finding:
+    text = f"two processes of this machine do not find each other, and devices=2 does not work: {reason}"
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
+    if not chosen:
+        return Finding("note", text, (f"export GLOO_SOCKET_IFNAME={'|'.join(_interfaces())}",))
+    wrong = [name for name in chosen.split(",") if name not in _interfaces()]
+    if wrong:
+        text += f"; GLOO_SOCKET_IFNAME={chosen}, but there is no network interface {wrong[0]}"
+    others = [name for name in _interfaces() if name != chosen]
+    return Finding("note", text, ("unset GLOO_SOCKET_IFNAME", f"export GLOO_SOCKET_IFNAME={'|'.join(others)}"))
+
+
+def meet(seconds: float = 30.0) -> str | None:
+    """Why two new processes of this machine cannot add numbers by gloo within so many seconds; ``None`` if they can."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    # variables of a launcher that doctor runs under are not for these
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "lightning_ort.distributed.greeting", str(rank), str(port), str(seconds)],
+            env=kept,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        until = time.monotonic() + 2 * seconds
+        outputs = [p.communicate(timeout=max(0.1, until - time.monotonic()))[0] for p in processes]
+    except subprocess.TimeoutExpired:
+        return f"they have not ended after {2 * seconds:.0f} s"
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    for process, output in zip(processes, outputs, strict=True):
+        if process.returncode:
+            lines = output.strip().splitlines()
+            return lines[-1] if lines else f"one has ended with {process.returncode}"
+    return None
+
+
+def _resolves(name: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(name, None))
+    except (OSError, UnicodeError):
+        return False
+
+
+def _interfaces() -> list[str]:
+    return [name for _, name in socket.if_nameindex()]
 
 
 def _requirements() -> Iterator[Finding]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import warnings
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from lightning_ort.distributed.adasum import adasum as combined
 from lightning_ort.distributed.ranks import is_of_transport
+from lightning_ort.distributed.rendezvous import init_process_group
 from lightning_ort.errors import RankError
 
 __all__ = ["Processes", "join"]
@@ -104,8 +104,8 @@ class Processes:
         if rank.isdigit() and size.isdigit():  # before waiting for processes that never come
             _compare(given, int(rank), int(size), option, "the environment (RANK, WORLD_SIZE)")
         backend = "gloo" if self._device.type == "cpu" else f"cpu:gloo,{self._device.type}:nccl"
-        dist.init_process_group(backend, rank=self.rank, world_size=self.world_size)
-        atexit.register(_leave)
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        init_process_group(backend, host, port, self.rank, self.world_size)
 
     # -- exchanges ------------------------------------------------------------------------------------------------
 
@@ -221,8 +221,3 @@ def _compare(given: Mapping[str, int], rank: int, size: int, option: str, where:
         raise ValueError(
             f"{' and '.join(different)}, but this process is rank {rank} of {size} in {where}. Give the same to both."
         )
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -23,6 +23,8 @@ _BEAT = 0.5
 _SILENT = 4.0
 """seconds without one after which a process is taken for dead: one that compiles may be late"""
 _PATIENCE = timedelta(seconds=20)
+_COLLECTING = 10.0
+"""seconds that rank 0 waits for what others have to tell it"""
 _FAILURE = "failure"
 
 
@@ -40,6 +42,7 @@ class Ranks:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._host = host
         self._heard: str | None = None
+        self._collections = 0
         self._store = self._opened()
         # a store serves one call at a time
         self._beating = self._client(host, self._store.port)
@@ -78,6 +81,25 @@ class Ranks:
         except RuntimeError:
             return proposal  # the next collective says what has happened
         return found.decode()
+
+    def collected(self, text: str) -> dict[int, str | None]:
+        """On rank 0, what each rank gives in its call of this method, one call after the other; elsewhere, nothing.
+
+        It is no collective: who waits is rank 0, for at most some seconds, and ``None`` stands for what has not come.
+        """
+        self._collections += 1
+        keys = [f"collected/{self._collections}/{rank}" for rank in range(self.world_size)]
+        found: dict[int, str | None] = dict.fromkeys(range(self.world_size))
+        with contextlib.suppress(RuntimeError):  # rank 0 has ended
+            self._store.set(keys[self.rank], text)
+            if self.rank == 0:
+                until = time.monotonic() + _COLLECTING
+                while not self._store.check(keys) and self._heard is None and time.monotonic() < until:
+                    time.sleep(_BEAT / 20)
+                for rank, key in enumerate(keys):
+                    if self._store.check([key]):
+                        found[rank] = self._store.get(key).decode()
+        return found if self.rank == 0 else {}
 
     def explain(self, error: Exception) -> None:
         """Tell the others of ``error``, or find out whose error it was.

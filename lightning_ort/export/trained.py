@@ -189,11 +189,13 @@ class ORTExport(Callback):
         if getattr(trainer, "fast_dev_run", False):
             rank_zero_info("ORTExport writes nothing with fast_dev_run.")
             return
+        # all processes: where there are several, they ask the first one
+        log_dir = trainer.log_dir if self.path is None else None
         if not trainer.is_global_zero:
             return
         path = self.path
         if path is None:
-            folder = Path(trainer.log_dir or trainer.default_root_dir)
+            folder = Path(log_dir or trainer.default_root_dir)
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / "model.onnx"
         self.exported = export_trained(trainer, path, self.sample, checkpoint=self.checkpoint, **self.options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,6 +14,7 @@ from typing_extensions import override
 
 from lightning_ort.checkpoints import ORTCheckpointIO
 from lightning_ort.distributed.ranks import Ranks
+from lightning_ort.distributed.rendezvous import init_process_group, naming_who_has_ended
 from lightning_ort.distributed.sharding import sharded
 from lightning_ort.lightning.parallel import ParallelOptions, SyncedLayers, WatchedLauncher, on_any_device
 from lightning_ort.lightning.precision import ORTPrecision
@@ -242,13 +245,18 @@ class Devices(_Base):
 
     @override
     def setup_environment(self) -> None:
+        meeting = self._meet() if self.several and not dist.is_initialized() else None
         super().setup_environment()
         if self.several:
             from lightning_ort.compiler.contest import MEMORY
 
             assert self.cluster_environment is not None
+            met: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            if meeting is not None:
+                met = naming_who_has_ended(meeting, "ranks", self.global_rank, self.world_size)
             try:
-                self.ranks = Ranks(self.cluster_environment.main_address)
+                with met:
+                    self.ranks = Ranks(self.cluster_environment.main_address)
             except dist.DistError as error:
                 # it trains all the same
                 warnings.warn(
@@ -259,13 +267,43 @@ class Devices(_Base):
             else:
                 MEMORY.agreement = self.ranks.agreed
 
-    @override
-    def teardown(self) -> None:
+    def _meet(self) -> dist.Store | None:
+        """Make the process group, which Lightning's strategy then takes as it is, and return where all have met."""
+        assert self.accelerator is not None
+        assert self.cluster_environment is not None
+        device = self.root_device
+        backend = self.process_group_backend or dist.get_default_backend_for_device(device)
+        if backend == dist.Backend.MPI:  # its own launcher has brought them together
+            return None
+        self.accelerator.setup_device(device)
+        environment = self.cluster_environment
+        # which those ignore that know it already
+        environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        environment.set_world_size(self.num_nodes * self.num_processes)
+        host, port = environment.main_address, environment.main_port
+        # Lightning has it there too, where others may look for it
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
+        return init_process_group(
+            backend,
+            host,
+            port,
+            self.global_rank,
+            self.world_size,
+            self._parallel.arguments()["timeout"],
+            device_id=None if device.type == "cpu" else device,
+        )
+
+    def _part(self) -> None:
+        """Take no more notice of the others, and give them no more signs of life."""
         if self.ranks is not None:
             from lightning_ort.compiler.contest import MEMORY
 
             self.ranks.close()
             self.ranks = MEMORY.agreement = None
+
+    @override
+    def teardown(self) -> None:
+        self._part()
         super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:

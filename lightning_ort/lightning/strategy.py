@@ -23,6 +23,7 @@ from lightning_ort.lightning.engine import EngineOptions
 from lightning_ort.lightning.parallel import ParallelOptions, redirected
 from lightning_ort.lightning_packages import everywhere, pl
 from lightning_ort.report import timeline
+from lightning_ort.report.ranks import from_text, to_text
 from lightning_ort.validation import flag
 
 if TYPE_CHECKING:
@@ -185,6 +186,7 @@ class ORTStrategy(EngineOptions, OnDevices):
             self._steps.remove()
         self._hooked_optimizers.remove()
         self._restoring = None
+        self._tell_report()
         super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -194,8 +196,15 @@ class ORTStrategy(EngineOptions, OnDevices):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
+        self._tell_report()
         if self._print_report and self.is_global_zero:
             print(self._report)
+
+    def _tell_report(self) -> None:
+        """Have rank 0 know the reports of all, where there are several and none has failed."""
+        if self.ranks is not None:
+            texts = self.ranks.collected(to_text(self._report))
+            self._report.ranks = {rank: None if text is None else from_text(text) for rank, text in texts.items()}
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -243,6 +252,7 @@ class ORTStrategy(EngineOptions, OnDevices):
         if self._restoring is not None:
             self._restoring.undo()
             self._restoring = None
+        self._part()  # the others may not come to the end, where they would be waited for
         super().on_exception(exception)
 
     # -- steps ----------------------------------------------------------------------------------------------------

@@ -105,8 +105,10 @@ class ORTArtifacts(Callback):
         if getattr(trainer, "fast_dev_run", False):
             rank_zero_info("ORTArtifacts writes nothing with fast_dev_run.")
             return
+        # all processes: where there are several, they ask the first one
+        log_dir = None if self.artifact_directory else trainer.log_dir
         if not trainer.is_global_zero:
             return
-        directory = Path(self.artifact_directory or Path(trainer.log_dir or trainer.default_root_dir) / "artifacts")
+        directory = Path(self.artifact_directory or Path(log_dir or trainer.default_root_dir) / "artifacts")
         self.artifacts = trained_artifacts(trainer, directory, **self.options)
         rank_zero_info(f"Wrote artifacts for on-device training to {directory}.")

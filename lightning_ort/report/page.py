@@ -18,6 +18,7 @@ from lightning_ort.files.writing import write_file
 from lightning_ort.report import words
 from lightning_ort.report.account import GraphReport, OptimizerReport, StepReport
 from lightning_ort.report.figures import Figures
+from lightning_ort.report.ranks import over_ranks
 from lightning_ort.report.timeline import Interval
 from lightning_ort.validation import path as checked_path
 
@@ -80,7 +81,7 @@ def _together(text: str) -> str:
 def _view(report: Report) -> dict[str, Any]:
     """All that the template shows, as text and numbers."""
     return {
-        "steps": [_step(step) for step in report.values()],
+        "steps": [{**_step(step), "ranks": list(over_ranks(report, step.name))} for step in report.values()],
         "optimizers": [_optimizer(o) for o in report.optimizers if o.in_ort or o.in_torch],
         "where": words.WHERE,
         "help": words.PAGE,

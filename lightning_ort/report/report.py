@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_ort.report.account import GraphBreak, OptimizerReport, StepReport
+from lightning_ort.report.ranks import RankStep, over_ranks
 from lightning_ort.report.words import PAGE, by_choice, choices, expected_breaks, step_time
 
 __all__ = ["Report"]
@@ -21,11 +22,15 @@ class Report(Mapping[str, StepReport]):
 
     Attributes:
         optimizers: in order of their appearance.
+        ranks: on rank 0 of several processes, rank to the accounts of its step functions, of this one too, as they were
+            at the end of the last fit, validation, test or prediction; ``None`` for one from which nothing has come.
+            Empty elsewhere.
     """
 
     def __init__(self) -> None:
         self._steps: dict[str, StepReport] = {}
         self.optimizers: list[OptimizerReport] = []
+        self.ranks: dict[int, dict[str, RankStep] | None] = {}
 
     def __getitem__(self, name: str) -> StepReport:
         return self._steps[name]
@@ -92,7 +97,7 @@ class Report(Mapping[str, StepReport]):
         console.print(table)
         for s in self._steps.values():
             say(f"{s.name}:")
-            for line in _details(s):
+            for line in (*_details(s), *over_ranks(self, s.name)):
                 say(f"  {line}")
         if any(o.in_ort for o in optimizers):
             console.print(_table_of(optimizers))

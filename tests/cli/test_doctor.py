@@ -8,11 +8,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from lightning_ort import environment
 from lightning_ort.cli import doctor, main
 from lightning_ort.environment import OnnxRuntime, OnnxRuntimeConflictError
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def processes_meet(request, monkeypatch):
+    """Without starting any, but where that is tested."""
+    if "processes" not in request.node.name:
+        monkeypatch.setattr(doctor, "meet", lambda: None)
 
 
 def listing(capsys) -> str:
@@ -167,3 +176,35 @@ def test_without_onnxruntime(tmp_path):
     assert lines[-2:] == ["1 problem", "1 2"]
     assert f"needs ONNX Runtime {environment.MINIMUM_VERSION} or later, but none" in run.stderr
     assert "See also: lightning-ort doctor" in run.stderr
+
+
+@pytest.mark.stock_only
+def test_two_processes_meet(capsys, monkeypatch):
+    assert doctor.meet() is None
+    # one that gloo cannot use ends both at once
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    assert main(["doctor"]) == 0
+    printed = listing(capsys)
+    assert "ok       torch.distributed has gloo" in printed
+    line = next(line for line in printed.splitlines() if "do not find each other" in line)
+    assert line.startswith("note") and "nowhere0" in line
+    assert line.endswith("GLOO_SOCKET_IFNAME=nowhere0, but there is no network interface nowhere0")
+    assert "         -> unset GLOO_SOCKET_IFNAME\n" in printed
+
+
+def test_names_that_do_not_resolve(capsys, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "nowhere.invalid")
+    monkeypatch.setattr(doctor.socket, "gethostname", lambda: "unheard-of.invalid")
+    assert main(["doctor"]) == 0
+    printed = listing(capsys)
+    assert "ok       two processes of this machine train together\n" in printed
+    assert "note     MASTER_ADDR=nowhere.invalid is the name of no machine" in printed
+    assert "note     the name of this machine, unheard-of.invalid, does not resolve" in printed
+
+
+def test_what_keeps_processes_from_each_other_is_said(monkeypatch):
+    monkeypatch.setattr(doctor, "meet", lambda: "Connection refused")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    (found,) = (f for f in doctor.diagnose() if "devices=2" in f.text)
+    assert found.level == "note" and found.text.endswith("devices=2 does not work: Connection refused")
+    assert found.remedies[0].startswith("export GLOO_SOCKET_IFNAME=") and "lo" in found.remedies[0]

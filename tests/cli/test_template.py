@@ -170,3 +170,30 @@ def test_a_project_is_not_written_over_another(template, capsys):
     (template / "empty").mkdir()
     assert main(["new", str(template / "empty")]) == 0
     assert (template / "empty" / "sweep.py").is_file() and not (template / "empty" / "runs").exists()
+
+
+@pytest.mark.stock_only
+@pytest.mark.slow
+def test_two_processes(template):
+    """Each has half of the training rows; metrics are of all validation rows, and one of them writes and prints."""
+    command = "lightning-ort fit --config configs/defaults.yaml --config configs/two_processes.yaml"
+    assert command in (template / "README.md").read_text().splitlines()
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{template}", "OMP_NUM_THREADS": "1"}
+    found = subprocess.run(
+        [sys.executable, "-m", "lightning_ort", *command.split()[1:]],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert found.returncode == 0, found.stderr[-3000:]
+    assert found.stdout.count("best epoch") == 1
+    run = template / "runs" / "two_processes" / "version_0"
+    assert [path.name for path in run.parent.iterdir()] == ["version_0"]
+    checkpoint = torch.load(run / "checkpoints" / "best.ckpt", weights_only=False)
+    # ten batches of sixteen rows in each half of 341
+    assert checkpoint["global_step"] % 10 == 0
+    assert max(metrics(run, "val_accuracy")) > 0.93
+    rows = np.zeros((3, 30), np.float32)
+    session = onnxruntime.InferenceSession(run / "model.onnx", providers=["CPUExecutionProvider"])
+    assert session.run(["logits"], {"measurements": rows})[0].shape == (3, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -40,6 +41,8 @@ class Classifier(LightningModule):
 
 
 if __name__ == "__main__":
+    if (folder / "done").exists() and os.environ["RANK"] == "1":
+        time.sleep(2)  # started again: rank 0 meets nobody but what has ended
     warnings.simplefilter("ignore")
     checkpoints = ModelCheckpoint(folder, every_n_train_steps=4, save_last=True, save_on_train_epoch_end=False)
     trainer = Trainer(

@@ -47,5 +47,6 @@ class Classifier(LightningModule):
     def _evaluate(self, batch: list[torch.Tensor], name: str) -> None:
         x, y = batch
         logits = self(x)
-        self.log(f"{name}_loss", F.cross_entropy(logits, y))
-        self.log(f"{name}_accuracy", (logits.argmax(-1) == y).float().mean())
+        # sync_dist: of all processes, where there are several
+        self.log(f"{name}_loss", F.cross_entropy(logits, y), sync_dist=True)
+        self.log(f"{name}_accuracy", (logits.argmax(-1) == y).float().mean(), sync_dist=True)

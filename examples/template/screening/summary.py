@@ -26,7 +26,7 @@ class Summary(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         saved = trainer.checkpoint_callback
-        if not self.epochs or saved is None or saved.monitor is None:
+        if not trainer.is_global_zero or not self.epochs or saved is None or saved.monitor is None:
             return
         choose = min if saved.mode == "min" else max
         best = choose(range(len(self.epochs)), key=lambda epoch: self.epochs[epoch][saved.monitor])

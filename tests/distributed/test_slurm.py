@@ -1,0 +1,57 @@
+"""Processes that srun has started, by its variables."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parent / "slurm_worker.py"
+
+
+def free_job() -> int:
+    """A job whose port, 15000 and its last four digits, is free."""
+    while True:
+        job = random.randrange(1_000_000, 2_000_000)
+        try:
+            socket.create_server(("localhost", 15000 + job % 10_000)).close()
+        except OSError:
+            continue
+        return job
+
+
+@pytest.mark.stock_only
+def test_tasks_of_srun(tmp_path):
+    common = {
+        "SLURM_JOB_ID": str(free_job()), "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_NODELIST": "localhost", "OMP_NUM_THREADS": "1",
+        "LIGHTNING_ORT_MEASURE": "0",
+    }  # fmt: skip
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(tmp_path)],
+            env={**os.environ, **common, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [task.communicate(timeout=150)[0] for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+    assert [task.returncode for task in tasks] == [0, 0], "\n".join(outputs)[-4000:]
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert first["of slurm"] and second["of slurm"]
+    assert (first["rank"], second["rank"]) == ((0, 0, 2), (1, 1, 2))
+    assert first["steps"] == second["steps"] == 2
+    assert first["seen"] + second["seen"] == sum(range(16)) and first["seen"] != second["seen"]
+    assert all(torch.equal(x, second["weights"][name]) for name, x in first["weights"].items())
