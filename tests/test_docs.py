@@ -112,6 +112,7 @@ BEFORE = {
         "module, tokens, mask = Masked(), torch.ones(3, 5, dtype=torch.int64), torch.ones(1, 5)",
     ],
     "fabric.md": ["network, loader = Network(), Data().train_dataloader()", "", ""],
+    "hugging-face.md": [None, None, None],  # tests/test_hugging_face.py runs them
     "on-device-ort-training.md": [
         "module, images, labels = Network(), torch.randn(5, 12), torch.arange(5) % 3",
         "module = Network(); optimizer = torch.optim.AdamW(module.parameters())\n"
@@ -136,7 +137,7 @@ BEFORE = {
     "report.md": ["trainer = Trainer(strategy='ort'); trainer.fit(Model(), Data())"],
     "training-session.md": [f"write_onnx(targets='label'); {ARRAYS}; batches = [(x, y)] * 3"],
 }
-"""Page to what stands before each of its blocks; ``None`` for one that needs another ONNX Runtime or a GPU."""
+"""Page to what stands before each of its blocks; ``None`` for one that needs another environment, or a GPU."""
 
 AFTER = {
     "optimizers.md": "one = type('One', (Model,), {'configure_optimizers': configure_optimizers})\n"
