@@ -18,13 +18,14 @@ CPU := .venv-cpu
 STOCK := .venv-stock
 GPU := .venv-gpu
 DOCS := .venv-docs
+HUGGING_FACE := .venv-hugging-face
 RELEASE := .venv-release
 WHEEL := .venv-wheel
 JAVASCRIPT := examples/ondevice/node_modules
 STAMP := .lightning_ort-installed
 PIP_OPTIONS := -qq --disable-pip-version-check --no-input
 
-.PHONY: help demo test test-stock test-cpu test-gpu fuzz networks lint format docs bench dist smoke environments clean \
+.PHONY: help demo test test-stock test-cpu test-hugging-face test-gpu fuzz networks lint format docs bench dist smoke environments clean \
 	clean-environments
 .DEFAULT_GOAL := help
 # make would take a half-made environment for a finished one
@@ -34,6 +35,7 @@ help:
 	@echo "make demo    set up $(CPU) and train a digit classifier in PyTorch and in ONNX Runtime"
 	@echo "make test    set up both environments, check format, lint and types, run the tests in both"
 	@echo "make test-stock, make test-cpu run the tests in one of the environments"
+	@echo "make test-hugging-face set up $(HUGGING_FACE) and run the tests with transformers"
 	@echo "make test-gpu set up $(GPU) with PyPI's CUDA builds and run the tests for a GPU, which must be there"
 	@echo "make fuzz    make random programs, damaged files and options for SECONDS=600 each, in both environments"
 	@echo "make networks train random networks, NETWORKS=1000 of them, to see that their check refuses none"
@@ -48,10 +50,17 @@ help:
 demo: $(CPU)/$(STAMP)
 	@$(CPU)/bin/python examples/digits.py
 
-test: lint test-stock test-cpu
+test: lint test-stock test-cpu test-hugging-face
 
 test-stock test-cpu: test-%: .venv-%/$(STAMP) $(JAVASCRIPT)/$(STAMP)
 	.venv-$*/bin/python -m pytest --numprocesses=auto --maxprocesses=4 $(PYTEST)
+
+# without transformers no test is collected, which is an error
+test-hugging-face:
+	@if $(PYTHON) -c 'import sys; sys.exit(sys.version_info >= (3, 11))'; then \
+		echo "The tests with transformers are left out: the tested version needs Python 3.11."; \
+	else $(MAKE) --no-print-directory $(HUGGING_FACE)/$(STAMP) && \
+		$(HUGGING_FACE)/bin/python -m pytest -n 0 tests/test_hugging_face.py $(PYTEST); fi
 
 networks: $(STOCK)/$(STAMP)
 	LIGHTNING_ORT_TEST_NETWORKS=$(NETWORKS) $(STOCK)/bin/python -m pytest --numprocesses=auto \
@@ -131,4 +140,5 @@ clean:
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 clean-environments:
-	rm -rf $(CPU) $(STOCK) $(GPU) $(DOCS) $(RELEASE) $(WHEEL) $(JAVASCRIPT)
+	rm -rf $(CPU) $(STOCK) $(GPU) $(DOCS) $(HUGGING_FACE) $(RELEASE) $(WHEEL) \
+		$(JAVASCRIPT)

@@ -1,7 +1,4 @@
-"""``python -m benchmarks.page``: tables and pictures of ``docs/benchmarks.md``, from ``benchmarks/results/``.
-
-The tables of ``docs/several-devices.md`` too.
-"""
+"""``python -m benchmarks.page``: tables and pictures of pages in ``docs/``, from ``benchmarks/results/``."""
 
 from __future__ import annotations
 
@@ -14,20 +11,34 @@ from typing import Any
 
 from benchmarks import scaling
 from benchmarks.parts import PARTS, columns_of, rows_of
+from lightning_ort.bench.advice import break_even
 from lightning_ort.bench.contestants import BASELINE
 from lightning_ort.bench.table import caption, markdown_table
 
-__all__ = ["PAGE", "PICTURES", "path_of", "picture_of", "rendered", "saved_reports", "with_results"]
+__all__ = [
+    "PAGE", "PICTURES", "SHORT_PAGE", "path_of", "picture_of", "rendered", "saved_reports", "summary", "with_results",
+]  # fmt: skip
 
 _ROOT = Path(__file__).parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results"
 PAGE = _ROOT / "docs" / "benchmarks.md"
+SHORT_PAGE = _ROOT / "docs" / "should-i-use-it.md"
 PICTURES = _ROOT / "docs" / "benchmarks"
 _BEGIN, _END = "<!-- python -m benchmarks.page writes from here -->", "<!-- to here -->"
 _TITLES = {
     "models": "Steps of eight models",
     "growth": "Growth: a narrow GPT, deeper and deeper",
     "everyday": "Everyday projects, from start to end",
+}
+_NETWORKS = {
+    "rl": "policy of two layers, batches of 32",
+    "tabular": "embeddings and two layers for tables",
+    "mlp": "three layers for images",
+    "cnn": "three convolutions",
+    "resnet": "ResNet-18",
+    "gpt": "GPT of 4 layers, width 256",
+    "bert": "BERT of 4 layers, width 256",
+    "lstm": "LSTM of 2 layers",
 }
 
 
@@ -66,6 +77,32 @@ def rendered(reports: Sequence[dict[str, Any]]) -> str:
     return "\n\n".join(blocks)
 
 
+def summary(reports: Sequence[dict[str, Any]]) -> str:
+    """Markdown of what each network gains in its float32 steps with ``ort``, the most first."""
+    blocks = []
+    for report in reports:
+        if report["part"] != "models" or report["settings"]["precision"] != "32-true":
+            continue
+        results = [r for r in report["results"] if "error" not in r]
+        baselines = {r["model"]: r for r in results if r["strategy"] == BASELINE}
+        ours = [r for r in results if r["strategy"] == "ort" and r["speed"]]
+        blocks += [
+            "| network | speed of a step, `auto` = 1 | compiling | pays from step |",
+            "| --- | --- | --- | --- |",
+        ]
+        for r in sorted(ours, key=lambda r: -r["speed"]["median"]):
+            steps = break_even(r, baselines[r["model"]])
+            speed = f"{r['speed']['median']:.2f} ({r['speed']['least']:.2f} to {r['speed']['most']:.2f})"
+            paid = "never" if steps is None else f"{float(f'{steps:.2g}'):,.0f}"
+            blocks.append(f"| {_NETWORKS[r['model']]} | {speed} | {r['compile_s']:.1f} s | {paid} |")
+        machine = report["machine"]
+        blocks += [
+            "",
+            f"{machine['cpu']}, {machine['cores']} cores, float32, {report['date']}; range over turns in brackets.",
+        ]
+    return "\n".join(blocks)
+
+
 def _means(report: dict[str, Any]) -> str:
     speeds: dict[str, list[float]] = {}
     for r in report["results"]:
@@ -93,6 +130,8 @@ def main() -> None:
     PAGE.write_text(with_results(PAGE.read_text(encoding="utf-8"), rendered(reports)), encoding="utf-8")
     section = scaling.rendered(scaling.saved_reports())
     scaling.PAGE.write_text(with_results(scaling.PAGE.read_text(encoding="utf-8"), section), encoding="utf-8")
+    text = SHORT_PAGE.read_text(encoding="utf-8")
+    SHORT_PAGE.write_text(with_results(text, summary(reports)), encoding="utf-8")
     PICTURES.mkdir(exist_ok=True)
     pictures = {picture_of(report): report for report in reports}
     for path in set(PICTURES.glob("*.svg")) - set(pictures):

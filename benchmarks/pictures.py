@@ -12,21 +12,22 @@ from matplotlib.figure import Figure
 from benchmarks.panels import Panel, digest, panels_of
 from lightning_ort.bench.contestants import BASELINE
 
-__all__ = ["draw"]
+__all__ = ["COLOURS", "STYLE", "bare", "draw"]
 
 _INK = "#808080"
-_COLOURS = {
+COLOURS = {
     BASELINE: "#8c8c8c", "compile": "#d98324", "ort": "#2b83d6", "ort+inductor": "#3d9e5f",
     "compile, cold": "#d98324", "compile, warm": "#e8b87e", "ort, cold": "#2b83d6", "ort, warm": "#86b9e8",
 }  # fmt: skip
+STYLE = {"svg.fonttype": "none", "font.size": 9} | dict.fromkeys(
+    ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK
+)
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
     """Write the picture of ``report`` as SVG; the same report gives the same file."""
     panels = panels_of(report)
-    style = {"svg.hashsalt": "benchmarks", "svg.fonttype": "none", "font.size": 9}
-    style |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK)
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": "benchmarks"}):
         figure = Figure(figsize=(9, 3.4), layout="constrained")
         axes = figure.subplots(1, len(panels), squeeze=False)[0]
         for ax, panel in zip(axes, panels, strict=True):
@@ -41,7 +42,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 def _draw_panel(ax: Axes, panel: Panel) -> None:
     for i, (name, values) in enumerate(panel.series.items()):
-        colour = _COLOURS.get(name)
+        colour = COLOURS.get(name)
         if panel.kind == "lines":
             ax.plot([float(label) for label in panel.labels], values, "o-", label=name, color=colour)
         else:
@@ -58,6 +59,11 @@ def _draw_panel(ax: Axes, panel: Panel) -> None:
     if panel.logarithmic:
         ax.set_yscale("log")
     ax.set_title(panel.title, fontsize=9)
+    bare(ax)
+
+
+def bare(ax: Axes) -> None:
+    """A light grid, and no frame."""
     ax.grid(axis="y", color=_INK, alpha=0.25)
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)

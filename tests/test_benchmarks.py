@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 
+import numpy as np
 import pytest
 from ondevice_wheel import WHEEL
 from torch.utils.data import DataLoader
 
-from benchmarks import page, scaling
+from benchmarks import curves, page, scaling
 from benchmarks.__main__ import main
 from benchmarks.data_parallel import main as data_parallel
 from benchmarks.everyday import PROJECTS
@@ -80,6 +82,11 @@ def test_page_and_pictures_show_the_saved_results():
     assert reports
     text = page.PAGE.read_text(encoding="utf-8")
     assert page.with_results(text, page.rendered(reports)) == text, "python -m benchmarks.page"
+    short = page.SHORT_PAGE.read_text(encoding="utf-8")
+    assert page.with_results(short, page.summary(reports)) == short, "python -m benchmarks.page"
+    float32 = [r for r in reports if r["part"] == "models" and r["settings"]["precision"] == "32-true"]
+    networks = [r["model"] for report in float32 for r in report["results"] if r["strategy"] == "ort"]
+    assert networks and len(re.findall(r"^\| .* \d\.\d\d \(\d", short, re.M)) == len(networks)
     assert {page.picture_of(r).name for r in reports} == {p.name for p in page.PICTURES.iterdir()}
     for report in reports:
         assert digest(panels_of(report)) in page.picture_of(report).read_text(encoding="utf-8")
@@ -134,6 +141,24 @@ def test_ranks_that_are_saved_are_all(capsys):
     with pytest.raises(SystemExit):
         data_parallel(["--ranks", "2", "--save"])
     assert "--save keeps all models, ranks and scalings" in capsys.readouterr().err
+
+
+def test_the_picture_of_losses_shows_those_that_are_kept():
+    losses = json.loads(curves.LOSSES.read_text())
+    assert digest(curves.curve_panels(losses)) in curves.PICTURE.read_text(encoding="utf-8"), (
+        "python -m benchmarks.curves"
+    )
+    for project, strategies in losses.items():
+        assert len(strategies["auto"]) == len(strategies["ort"]) == 120
+        # as long as they are on top of each other, they say what the documentation says
+        assert strategies["ort"] == pytest.approx(strategies["auto"], rel=0.03), project
+        assert np.mean(strategies["ort"][-10:]) < 0.9 * np.mean(strategies["ort"][:10]), "nothing was learned"
+
+
+def test_losses_are_those_of_each_step():
+    both = {strategy: curves.train("tabular", strategy, 3) for strategy in ("auto", "ort")}
+    assert len(both["ort"]) == 3 and both["ort"] == pytest.approx(both["auto"], rel=1e-4)
+    assert len(set(both["ort"])) == 3
 
 
 def test_page_without_a_place_for_results():

@@ -103,6 +103,10 @@ FROM_OTHERS = (ModelCheckpoint, ORTStrategy, ORTTrainer)
 
 BEFORE = {
     "README.md": ["model, datamodule = Model(), Data()", ""],
+    "bucketing.md": [
+        "texts = [torch.ones(int(n)) for n in torch.randint(4, 40, (200,))]\n"
+        "pad = functools.partial(nn.utils.rnn.pad_sequence, batch_first=True)"
+    ],
     "checkpoints.md": [f"model, datamodule, loss_fn = Model(), Data(), nn.CrossEntropyLoss(); {DESCRIPTION}"],
     "cuda.md": [None],
     "command-line.md": ["module, datamodule = Model(), Data()"],
@@ -112,6 +116,10 @@ BEFORE = {
         "module, tokens, mask = Masked(), torch.ones(3, 5, dtype=torch.int64), torch.ones(1, 5)",
     ],
     "fabric.md": ["network, loader = Network(), Data().train_dataloader()", "", ""],
+    "hugging-face.md": [None, None, None],  # tests/test_hugging_face.py runs them
+    "interrupting.md": ["model, datamodule = Model(), Data()"],
+    "migration.md": ["model, loader = Network(), Data().train_dataloader()"],
+    "notebooks.md": ["model, datamodule = Model(), Data()"],
     "on-device-ort-training.md": [
         "module, images, labels = Network(), torch.randn(5, 12), torch.arange(5) % 3",
         "module = Network(); optimizer = torch.optim.AdamW(module.parameters())\n"
@@ -134,19 +142,32 @@ BEFORE = {
     "precision.md": ["", None],
     "several-devices.md": ["", ""],
     "report.md": ["trainer = Trainer(strategy='ort'); trainer.fit(Model(), Data())"],
+    "threads.md": ["before = torch.get_num_threads()"],
+    "tutorial.md": ["", "", "", "", "", "", ""],
     "training-session.md": [f"write_onnx(targets='label'); {ARRAYS}; batches = [(x, y)] * 3"],
 }
-"""Page to what stands before each of its blocks; ``None`` for one that needs another ONNX Runtime or a GPU."""
+"""Page to what stands before each of its blocks; ``None`` for one that needs another environment, or a GPU."""
 
 AFTER = {
     "optimizers.md": "one = type('One', (Model,), {'configure_optimizers': configure_optimizers})\n"
     "Trainer(strategy='ort').fit(one(), Data())",
     "orttrainer.md": "for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK'): del os.environ[name]\n"
     "trainer.train_step(x, label)",
+    "bucketing.md": "import math\n"
+    "assert sorted(i for batch in loader.batch_sampler for i in batch) == list(range(200))\n"
+    "assert math.ceil(200 / 16) == len(loader) and 1 - sum(lengths) / tokens < 0.1",
+    "threads.md": "torch.set_num_threads(before)",
+    "tutorial.md": "torch.testing.assert_close(torch.from_numpy(logits), module.eval()(torch.from_numpy(images)))",
     "fabric.md": "assert strategy.report() is fabric.strategy.report()",
     "checkpoints.md": "assert ort_trainer.state_dict()['train_step_info']['step'] == 20, 'as many as Lightning made'",
 }
 """Page to what makes use of what its blocks define."""
+
+
+def test_links_and_pictures_of_the_readme_are_there() -> None:
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert "docs/report.md" in links and any(link.endswith(".svg") for link in links)
+    assert [link for link in links if not (ROOT / link).exists()] == []
 
 
 def test_every_block_is_known() -> None:
@@ -160,7 +181,14 @@ def test_the_blocks_of_a_page_run(name: str, tmp_path: Path, monkeypatch: pytest
     trainer = functools.partial(Trainer, **QUIET)
     monkeypatch.setattr("lightning.pytorch.Trainer", trainer)
     names: dict[str, Any] = {f.__name__: f for f in (*FROM_OTHERS, Network, Masked, Data, Model, write_onnx)}
-    names |= {"Trainer": trainer, "nn": nn, "optim": optim, "torch": torch, "onnxruntime": onnxruntime}
+    names |= {
+        "functools": functools,
+        "Trainer": trainer,
+        "nn": nn,
+        "optim": optim,
+        "torch": torch,
+        "onnxruntime": onnxruntime,
+    }
     (page,) = [p for p in PAGES if p.name == name]
     for before, block in zip(BEFORE[name], python_of(page), strict=True):
         if before is None:

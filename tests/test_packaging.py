@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import configparser
 import email
 import os
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 pytestmark = pytest.mark.stock_only
 
@@ -73,6 +76,20 @@ def test_metadata(metadata):
         assert re.fullmatch(
             r"(Documentation|Source|Changelog|Issues), https://(?!.*(example|your|todo)).+", url.lower()
         )
+
+
+def test_what_is_imported_is_what_is_asked_for(metadata):
+    imported = set()
+    for path in (ROOT / "lightning_ort").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                imported.add(node.module.partition(".")[0])
+    imported -= {"lightning_ort", "onnxruntime", *sys.stdlib_module_names}
+    required = [Requirement(text) for text in metadata.get_all("Requires-Dist")]
+    always = {canonicalize_name(r.name) for r in required if r.marker is None}
+    assert {canonicalize_name(name) for name in imported} == always
 
 
 def test_entry_points(wheel):

@@ -76,6 +76,7 @@ def quiet() -> Iterator[None]:
 def draw(runs: list[Run], path: Path) -> None:
     """The validation losses of all epochs, one curve a run."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
@@ -83,7 +84,13 @@ def draw(runs: list[Run], path: Path) -> None:
         losses = [epoch["val_loss"] for epoch in run.epochs]
         axes.plot(range(1, len(losses) + 1), losses, marker=".", label=f"{run.name}: {run.best:.4f}")
     axes.set(xlabel="epoch", ylabel="val_loss", yscale="log")
-    figure.legend(title="run and its best", loc="outside lower center", ncols=2)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(title="run and its best", loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(path, dpi=150)
 
 

@@ -144,6 +144,7 @@ class DynamoObserver(logging.Handler):
     Args:
         current: gives the report of the running step, or ``None`` while none is.
         announce: called with a text when a compilation has been going on for a second, and when it is over.
+        on_start: called when a step begins to be compiled.
 
     Attributes:
         compilations: how often Dynamo has begun to compile.
@@ -157,9 +158,14 @@ class DynamoObserver(logging.Handler):
     }
     """loggers to how their accounts begin of code that Dynamo cannot compile and leaves to Python, over many lines"""
 
-    def __init__(self, current: Callable[[], StepReport | None], announce: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        current: Callable[[], StepReport | None],
+        announce: Callable[[str], None],
+        on_start: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(logging.WARNING)
-        self._current, self._announce = current, announce
+        self._current, self._announce, self._begin = current, announce, on_start
         self._started: float | None = None
         self._timer: threading.Timer | None = None
         self._announced = False
@@ -251,6 +257,7 @@ class DynamoObserver(logging.Handler):
         report = self._current()
         self._started = time.perf_counter()
         if report is not None:
+            self._begin()
             text = f"Compiling {report.name} for ONNX Runtime ..."
             self._announced = False
             self._timer = threading.Timer(1.0, self._announce_start, [text])

@@ -16,6 +16,7 @@ from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS, DynamoObserver, no_fa
 from lightning_ort.compiler.executors.executable import Account
 from lightning_ort.compiler.plan import Fallback
 from lightning_ort.lightning.growing_lists import GrowingLists, appended_attributes
+from lightning_ort.lightning.interrupts import Interrupts
 from lightning_ort.lightning.open_sizes import OpenSizes
 from lightning_ort.lightning_packages import pl, rank_zero_info
 from lightning_ort.report import InTorch, Report, StepReport, timeline
@@ -54,7 +55,8 @@ class CompiledMethods:
         self._settings = contextlib.ExitStack()
         # made once: torch makes a class of each
         self._dynamo_settings = torch._dynamo.config.patch(DYNAMO_SETTINGS)
-        self._observer = DynamoObserver(lambda: self._running, rank_zero_info)
+        self._interrupts = Interrupts(rank_zero_info)
+        self._observer = DynamoObserver(lambda: self._running, rank_zero_info, self._interrupts.hold)
         # weakly: what Dynamo keeps with the code of a method has the backend, and no collector sees that way
         backend.on_graph, backend.on_fallback = _weak(self._on_graph), _weak(self._on_fallback)
         self._backend = backend
@@ -100,7 +102,9 @@ class CompiledMethods:
         try:
             with self._around(), sizes:
                 result = compiled(*args, **kwargs)
+            self._interrupts.release()
         except BaseException:
+            self._interrupts.forget()
             self._discard()
             if self._observer.failures != failures:
                 # Dynamo leaves the function to Python for good, but the next data may be right
