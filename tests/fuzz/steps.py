@@ -147,8 +147,8 @@ _APPROXIMATED = frozenset([
 
 
 _ROUNDED = frozenset([
-    "_fused_rms_norm", "addmm", "bmm", "div", "dot", "linalg_vector_norm", "mean", "mm", "mul", "mv",
-    "native_batch_norm", "native_group_norm", "native_layer_norm", "std", "sum", "var",
+    "_fused_rms_norm", "addcdiv", "addcmul", "addmm", "bmm", "div", "dot", "linalg_vector_norm", "mean", "mm", "mul",
+    "mv", "native_batch_norm", "native_group_norm", "native_layer_norm", "std", "sum", "var",
 ])  # fmt: skip
 """Functions whose formula others may write in another order; integers come out exactly all the same."""
 
