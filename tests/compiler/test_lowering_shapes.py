@@ -32,6 +32,11 @@ SHAPES = [
     Case("scalar_view", lambda x: x.sum().view(1, 1), one(3)),
     Case("permute", lambda x: x.permute(2, 0, -2), one(6, 8)),
     Case("transpose", lambda x: x.transpose(-1, 0), one(6, 8)),
+    Case(
+        "diagonal scattered, and multiplied",
+        lambda x, w: F.linear(torch.diagonal_scatter(x, w[0]), w),
+        lambda b: (randn(4, 4), randn(4, 4)),
+    ),
     Case("mT", lambda x: x.mT * 2, one(6, 8)),
     Case("t", lambda x: x.t(), one(6)),
     Case("movedim", lambda x: x.movedim(0, -1), one(6, 8)),

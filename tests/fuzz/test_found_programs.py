@@ -9,6 +9,13 @@ from .programs import check
 from .steps import Case, Program
 
 FOUND = {
+    "diagonal of a product": (
+        """
+        t0 = torch.atan(x) @ self.queue.clone().detach()
+        t3 = torch.diagonal(t0).sum() + x.sum() * 0.01
+        """,
+        [Case(6), Case(4)],
+    ),
     "bounds of rectified doubles": (
         """
         t0 = torch.clamp(F.relu(y.detach()), -0.5, 0.7)

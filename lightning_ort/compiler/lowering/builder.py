@@ -155,6 +155,9 @@ class GraphBuilder:
         trimmed = list(inputs)
         while trimmed and trimmed[-1] is None:
             trimmed.pop()
+        if op_type == "Transpose" and list(attributes["perm"]) == sorted(attributes["perm"]):
+            # ONNX Runtime 1.19 takes any transposition of a matrix for one that swaps, where it merges it into a Gemm
+            return trimmed[0]
         name = f"{self._scope}/{op_type}_{len(self.nodes)}"
         node = ir.node(op_type, trimmed, attributes, domain=domain, num_outputs=outputs, name=name)
         for i, value in enumerate(node.outputs):
