@@ -47,7 +47,9 @@ def functional_graph(
 ) -> fx.GraphModule:
     """The graph of ``joint(fakes, tangents)``, without a call that changes a tensor.
 
-    Most regions change none, and tensors that keep account of it take long to trace.
+    Most regions change none, and tensors that keep account of it take long to trace. With open sizes they are used all the
+    same: without them, some of torch's operators take an open size among their arguments for a number, which is an
+    assumption that cannot be taken back.
 
     Args:
         joint: computes outputs and gradients by means of ``region``.
@@ -60,7 +62,7 @@ def functional_graph(
     Raises:
         Untraceable: there is no such graph.
     """
-    if not _seems_to_write(region):
+    if not (_seems_to_write(region) or any(map(_is_open, fakes))):
         with contextlib.suppress(Untraceable):
             module = _graph(joint, fakes, tangents, grad=grad, native=native)
             if not any(map(_writes, module.graph.nodes)):
@@ -75,6 +77,12 @@ _WRITING = {"setitem", *(f"i{name}" for name in _OPERATORS.split())}
 
 _STATISTICS = {aten.native_batch_norm, aten.cudnn_batch_norm, aten.miopen_batch_norm}
 """change their running statistics, which their schemas do not say"""
+
+
+def _is_open(fake: Any) -> bool:
+    if isinstance(fake, torch.Tensor):
+        return any(isinstance(size, torch.SymInt) for size in (*fake.shape, *fake.stride(), fake.storage_offset()))
+    return isinstance(fake, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _seems_to_write(region: fx.GraphModule) -> bool:

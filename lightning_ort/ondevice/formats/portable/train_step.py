@@ -135,6 +135,7 @@ def _append_numbers(
         value.name = renamed[value.name]
     prefix = "optimizer/numbers/"
     for node in model.graph:
+        node.name = f"{prefix}{node.name}"
         for value in node.outputs:
             value.name = f"{prefix}{value.name}"
     for value in list(model.graph.initializers.values()):
