@@ -47,9 +47,9 @@ def functional_graph(
 ) -> fx.GraphModule:
     """The graph of ``joint(fakes, tangents)``, without a call that changes a tensor.
 
-    Most regions change none, and tensors that keep account of it take long to trace. With open sizes they are used all the
-    same: without them, some of torch's operators take an open size among their arguments for a number, which is an
-    assumption that cannot be taken back.
+    Most regions change none, and tensors that keep account of it take long to trace. With open sizes they are used
+    all the same: without them, some of torch's operators take an open size among their arguments for a number, which is
+    an assumption that cannot be taken back.
 
     Args:
         joint: computes outputs and gradients by means of ``region``.
