@@ -12,7 +12,7 @@ import torch
 import torch.fx.traceback
 from torch import fx
 
-# Tracers have no public form; this module is the only place that touches them.
+# Tracers have no public form; nothing else traces regions.
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator, OpOverload

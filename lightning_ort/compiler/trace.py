@@ -11,7 +11,7 @@ import torch
 import torch.fx.traceback
 from torch import fx
 
-# Dynamo's own front-end pieces have no public form; this module is the only place that touches them.
+# What Dynamo knows of its inputs has no public form; nothing else makes fakes of them.
 from torch._guards import TracingContext
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor

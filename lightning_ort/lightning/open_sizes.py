@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -37,8 +36,8 @@ class OpenSizes:
     differs: the last batch of an epoch, or the first longer sentence.
 
     Attributes:
-        undecided: steps whose batches may differ in length, as far as their loaders tell; :meth:`note` is to be called
-            for each batch of theirs.
+        undecided: steps whose batches may differ in length, as far as their loaders tell, to how many have been noted;
+            :meth:`note` is to be called for each batch of theirs.
 
     Args:
         module: whose steps are compiled.
@@ -49,7 +48,7 @@ class OpenSizes:
         self._owner = f"{getattr(kind, '__module__', '')}.{kind.__qualname__}"
         self._cache = Cache("sizes")
         self._of_step: dict[str, dict[str, Sizes]] = {}
-        self.undecided: Counter[str] = Counter()
+        self.undecided: dict[str, int] = {}
 
     @contextlib.contextmanager
     def expecting(self, step: str, arguments: Any, trainer: pl.Trainer | None) -> Iterator[None]:
@@ -73,7 +72,7 @@ class OpenSizes:
                     is_open = None in known or (dim > 0 and any(other != size for other in known))
                     if not is_open and pads and before is None and dim == 1 and _is_text(x):
                         is_open = True
-                        self.undecided[step] += 0
+                        self.undecided.setdefault(step, 0)
                 if is_open and size > 1:  # 0 and 1 are special to broadcasting, and open in no graph
                     open_sizes.append((x, dim))
         with marked_open(open_sizes):

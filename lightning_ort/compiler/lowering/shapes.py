@@ -222,9 +222,7 @@ def _flat_planes(g: GraphBuilder, x: fx.Node, dim1: int, dim2: int) -> tuple[ir.
     if not (isinstance(rows, int) and isinstance(columns, int)):
         raise NotLowered("a diagonal of dimensions whose sizes change")
     perm = [d for d in range(rank) if d not in (a, b)] + [a, b]
-    value = g.value(x)
-    if perm != list(range(rank)):
-        value = g.op("Transpose", value, perm=perm)
+    value = g.op("Transpose", g.value(x), perm=perm)
     lead = g.op("Shape", value, start=0, end=rank - 2)
     return g.op("Reshape", value, g.op("Concat", lead, g.ints([rows * columns]), axis=0)), rows, columns, rank - 2
 

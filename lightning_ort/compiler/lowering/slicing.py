@@ -264,4 +264,4 @@ def unfold(g: GraphBuilder, node: fx.Node, x: fx.Node, dimension: int, size: int
         index = g.op("Add", g.op("Unsqueeze", starts, g.ints([1])), g.ints(list(range(size))))
     gathered = g.op("Gather", g.value(x), index, axis=dim)
     perm = [d for d in range(rank + 1) if d != dim + 1] + [dim + 1]
-    return gathered if perm == list(range(rank + 1)) else g.op("Transpose", gathered, perm=perm)
+    return g.op("Transpose", gathered, perm=perm)
