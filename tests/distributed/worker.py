@@ -7,12 +7,10 @@ writes to ``FOLDER/RANK.pt`` what each scenario has found.
 
 from __future__ import annotations
 
-import logging
-import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
+import scenarios
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -277,13 +275,8 @@ def agreement() -> dict[str, Any]:
     return {"seen": seen}
 
 
-def main() -> None:
-    folder, *names = sys.argv[1:]
-    warnings.simplefilter("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning_utilities.core.rank_zero"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    scenarios: dict[str, Any] = {
+def scenarios_in(folder: Path) -> dict[str, Any]:
+    return {
         "images": lambda: compared(Images),
         "images32": lambda: compared(Images, precision="32-true"),
         "text": lambda: compared(Text, accumulate_grad_batches=2),
@@ -293,15 +286,11 @@ def main() -> None:
         "synced": synced,
         "hooks": hooks,
         "combined": combined,
-        "sharded": lambda: sharded(Path(folder)),
+        "sharded": lambda: sharded(folder),
         "overflowing": overflowing,
         "agreement": agreement,
     }
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    found = {name: scenarios[name]() for name in names}
-    torch.save(found, Path(folder) / f"{dist.get_rank()}.pt")
 
 
 if __name__ == "__main__":
-    main()
+    scenarios.run(scenarios_in, "{rank}.pt")

@@ -7,13 +7,11 @@ writes to ``FOLDER/RANK-WORLD.pt`` what each scenario has found.
 
 from __future__ import annotations
 
-import logging
-import sys
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import scenarios
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -194,13 +192,8 @@ def whole(epochs: int) -> dict[str, Any]:
     return {"losses": losses.seen, "eager": outcome(trainer)}
 
 
-def main() -> None:
-    folder, *names = sys.argv[1:]
-    warnings.simplefilter("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning_utilities.core.rank_zero"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    scenarios: dict[str, Any] = {
+def scenarios_in(folder: Path) -> dict[str, Any]:
+    return {
         "ema": partial(compared, lambda: [EMAWeightAveraging(decay=0.8)]),
         "swa": partial(compared, lambda: [StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=1)]),
         "uneven": partial(compared, rows=ROWS - 5),
@@ -208,13 +201,9 @@ def main() -> None:
         "reported": reported,
         "memory": memory,
         "whole": lambda: whole(4),
-        **{f"epoch {n}": partial(resumed, Path(folder), n, n + 1) for n in range(4)},
+        **{f"epoch {n}": partial(resumed, folder, n, n + 1) for n in range(4)},
     }
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    found = {name: scenarios[name]() for name in names}
-    torch.save(found, Path(folder) / f"{dist.get_rank()}-{dist.get_world_size()}.pt")
 
 
 if __name__ == "__main__":
-    main()
+    scenarios.run(scenarios_in, "{rank}-{world}.pt")
