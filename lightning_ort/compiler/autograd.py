@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,23 +17,20 @@ if TYPE_CHECKING:
 __all__ = ["ApartStep", "LossStep", "PairStep"]
 
 
-def _start(ctx: Any, region: Region) -> None:
+def _start(ctx: Any, region: Region, apart: Collection[int], pair: Pair | None = None) -> None:
     ctx.set_materialize_grads(False)
-    ctx.region = region
-    ctx.used, ctx.used_before, ctx.used_by, ctx.apart = frozenset(), frozenset(), None, False
+    ctx.region, ctx.pair, ctx.apart = region, pair, bool(apart)
+    ctx.used, ctx.used_before, ctx.used_by = frozenset(), frozenset(), None
     ctx.rng = ForkedRNG.state(region.device) if region.has_draws else None
 
 
-def _end(ctx: Any, outputs: Any, without: Collection[int] = ()) -> Any:
-    """Take down what belongs to the run of the region, whose next one may be of another graph.
-
-    Positions in ``without`` get no gradient from this node.
-    """
+def _end(ctx: Any, outputs: Any, apart: Collection[int]) -> Any:
+    """Take down what belongs to the run of the region, whose next one may be of another graph."""
     region: Region = ctx.region
     ctx.kept.seal()
     ctx.positions = region.outputs_by_position
-    if region.not_differentiable or without:
-        ctx.mark_non_differentiable(*[outputs[i] for i in (*region.not_differentiable, *without)])
+    if region.not_differentiable or apart:
+        ctx.mark_non_differentiable(*[outputs[i] for i in (*region.not_differentiable, *apart)])
     return tuple(outputs)
 
 
@@ -85,8 +82,8 @@ class LossStep(torch.autograd.Function):
     def forward(
         ctx: Any, region: Region, args: Sequence[Any], apart: Sequence[int], *differentiable: torch.Tensor
     ) -> Any:
-        _start(ctx, region)
-        ctx.loss, ctx.apart = region.loss_output, bool(apart)
+        _start(ctx, region, apart)
+        ctx.loss = region.loss_output
         ctx.kept = region.keep(args)
         outputs, ctx.gradients, ctx.finite = region.run_loss(args)
         if ctx.finite is not None:
@@ -132,45 +129,17 @@ def _multiply(gradients: list[torch.Tensor], factor: Any) -> None:
         torch._foreach_mul_(gradients, factor)
 
 
-class ApartStep(torch.autograd.Function):
-    """Outputs beside a loss, in a node of their own: autograd visits what made their inputs only if they are used.
+class PairStep(torch.autograd.Function):
+    """Forward in one graph; backward in another, for gradients that arrive at any of the outputs.
 
-    What it would visit otherwise may have been changed in place since, which torch refuses and eager does not notice.
-
-    Args of :meth:`forward`:
-        step: the node of the :class:`LossStep` that computed the outputs.
-        positions: of the outputs among those of ``step``.
-        tensors: the outputs, then the inputs in :attr:`Region.wanted`.
+    The outputs at the positions ``apart`` have no gradient from here, but from an :class:`ApartStep`.
     """
 
     @staticmethod
-    def forward(ctx: Any, step: Any, positions: Sequence[int], *tensors: torch.Tensor) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.step, ctx.positions = step, positions
-        return tuple(x.detach() for x in tensors[: len(positions)])
-
-    @staticmethod
-    @torch.compiler.disable
-    def backward(ctx: Any, *incoming: torch.Tensor | None) -> Any:
-        step, region, nothing = ctx.step, ctx.step.region, [None] * (2 + len(ctx.positions))
-        at_positions = dict(zip(ctx.positions, incoming, strict=True))
-        arrived = _arrived(step, [at_positions.get(p) for p in range(1 + max(ctx.positions))])
-        if not arrived:
-            return (*nothing, *([None] * len(region.wanted)))
-        kept, _ = _take_kept(step, arrived)
-        again = torch.is_grad_enabled()
-        if not again:
-            region.leave_loss()
-        return (*nothing, *region.recompute(kept, step.rng, arrived, create_graph=again))
-
-
-class PairStep(torch.autograd.Function):
-    """Forward in one graph; backward in another, for gradients that arrive at any of the outputs."""
-
-    @staticmethod
-    def forward(ctx: Any, region: Region, pair: Pair, args: Sequence[Any], *differentiable: torch.Tensor) -> Any:
-        _start(ctx, region)
-        ctx.pair = pair
+    def forward(
+        ctx: Any, region: Region, pair: Pair, args: Sequence[Any], apart: Sequence[int], *differentiable: torch.Tensor
+    ) -> Any:
+        _start(ctx, region, apart, pair)
         ctx.kept = region.keep(args, pair)
         outputs, saved = region.run_forward(pair, args)
         ctx.in_torch = saved is None  # gradients as well, of what torch has computed
@@ -180,48 +149,120 @@ class PairStep(torch.autograd.Function):
         kept_results = [p for p, own in pair.own if not own and p in positions] if saved is not None else []
         ctx.read_again = {positions[p]: (outputs[p].detach(), outputs[p]._version) for p in kept_results}
         ctx.shapes = [(o.shape, o.dtype, o.device) for o in outputs]
-        return _end(ctx, outputs)
+        ctx.visited_by, ctx.waiting = None, (None, {})
+        return _end(ctx, outputs, apart)
 
     # a gradient asked for between two regions arrives while Dynamo watches, which must not compile this
     @staticmethod
     @torch.compiler.disable
     def backward(ctx: Any, *incoming: torch.Tensor | None) -> Any:
-        arrived = _arrived(ctx, incoming)
-        region: Region = ctx.region
-        pair: Pair = ctx.pair
-        if not arrived:
-            # autograd, on its way to others, lets go of saved tensors here as well
-            ctx.in_torch |= not torch._C._autograd._get_current_graph_task_keep_graph()
-            return (None, None, None, *([None] * len(region.wanted)))
-        kept, keeps = _take_kept(ctx, arrived)
-        in_torch = ctx.in_torch
-        read_again = ctx.read_again
-        if not keeps:  # autograd lets go of saved tensors
-            ctx.in_torch, ctx.read_again = True, {}
-        if torch.is_grad_enabled() or in_torch:
-            found = region.recompute(kept, ctx.rng, arrived, create_graph=torch.is_grad_enabled())
-            return (None, None, None, *found)
-        tangents = []
-        for output in region.differentiable:
-            gradient = arrived.get(output)
-            if gradient is None:  # or it is among those that have arrived at an output that is the same tensor
-                shape, dtype, device = ctx.shapes[pair.forward.outputs[output]]
-                gradient = torch.zeros(shape, dtype=dtype, device=device)
-            tangents.append(gradient)
-        changed = {output for output, (alias, version) in read_again.items() if alias._version != version}
-        if changed and not kept.reads_outputs(arrived, changed):
-            return (None, None, None, *region.recompute(kept, ctx.rng, arrived, create_graph=False))
-        found = region.run_backward(pair, pair.inputs(kept.args, ctx.saved_tensors, kept.copies), tangents, arrived)
-        if len(arrived) < len(tangents) and not region.finite_where_shared(found, arrived):
-            return (None, None, None, *region.recompute(kept, ctx.rng, arrived, create_graph=False))
-        if not pair.verified:
-            found, pair.verified = region.first_run.check_backward(
-                pair.backward,
-                kept.inputs(arrived),
-                ctx.rng,
-                arrived,
-                found,
-                lambda args: region.run_pair(pair, args, tangents, arrived),
-            )
+        task = ctx.visited_by = torch._C._current_graph_task_id()
+        (waiting_for, waiting), ctx.waiting = ctx.waiting, (None, {})
+        arrived = _arrived(ctx, incoming) | (waiting if waiting_for == task else {})
+        return (None, None, None, None, *_gradients_of_pair(ctx, ctx, arrived))
+
+
+def _gradients_of_pair(step: Any, node: Any, arrived: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
+    """Gradients by the inputs in :attr:`Region.wanted`.
+
+    Args:
+        step: the node of the run, of a :class:`PairStep`.
+        node: the one that autograd visits: ``step``, or of an :class:`ApartStep`.
+        arrived: gradients by output number.
+    """
+    region: Region = step.region
+    pair: Pair = step.pair
+    keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+    if not arrived:
+        node.in_torch |= not keeps  # autograd, on its way to others, lets go of saved tensors here as well
+        return [None] * len(region.wanted)
+    kept, _ = _take_kept(step, arrived)
+    in_torch, read_again = node.in_torch, node.read_again
+    if not keeps:  # autograd lets go of saved tensors
+        node.in_torch, node.read_again = True, {}
+    if torch.is_grad_enabled() or in_torch:
+        return region.recompute(kept, step.rng, arrived, create_graph=torch.is_grad_enabled())
+    tangents = []
+    for output in region.differentiable:
+        gradient = arrived.get(output)
+        if gradient is None:  # or it is among those that have arrived at an output that is the same tensor
+            shape, dtype, device = step.shapes[pair.forward.outputs[output]]
+            gradient = torch.zeros(shape, dtype=dtype, device=device)
+        tangents.append(gradient)
+    changed = {output for output, (alias, version) in read_again.items() if alias._version != version}
+    if changed and not kept.reads_outputs(arrived, changed):
+        return region.recompute(kept, step.rng, arrived, create_graph=False)
+    found = region.run_backward(pair, pair.inputs(kept.args, node.saved_tensors, kept.copies), tangents, arrived)
+    if len(arrived) < len(tangents) and not region.finite_where_shared(found, arrived):
+        return region.recompute(kept, step.rng, arrived, create_graph=False)
+    if not pair.verified:
+        found, pair.verified = region.first_run.check_backward(
+            pair.backward,
+            kept.inputs(arrived),
+            step.rng,
+            arrived,
+            found,
+            lambda args: region.run_pair(pair, args, tangents, arrived),
+        )
+    if not step.apart:
         region.learn_from(arrived)
-        return (None, None, None, *found)
+    return found
+
+
+class ApartStep(torch.autograd.Function):
+    """Some outputs of a run, in a node of their own: autograd visits what made their inputs only if they are used.
+
+    What it would visit otherwise may have been changed in place since, which torch refuses and eager does not notice.
+
+    Args of :meth:`forward`:
+        step: the node that computed the outputs, of a :class:`LossStep` or a :class:`PairStep`.
+        positions: of the outputs among those of ``step``.
+        within: ``step`` visits all that these outputs visit.
+        tensors: the outputs, then the inputs in :attr:`Region.wanted`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, step: Any, positions: Sequence[int], within: bool, *tensors: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.step, ctx.positions, ctx.within = step, positions, within
+        if step.pair is not None:
+            ctx.in_torch, ctx.read_again = step.in_torch, step.read_again
+            ctx.save_for_backward(*[x.detach() for x in step.saved_tensors])
+        return tuple(x.detach() for x in tensors[: len(positions)])
+
+    @staticmethod
+    @torch.compiler.disable
+    def backward(ctx: Any, *incoming: torch.Tensor | None) -> Any:
+        step = ctx.step
+        at_positions = dict(zip(ctx.positions, incoming, strict=True))
+        arrived = _arrived(step, [at_positions.get(p) for p in range(1 + max(ctx.positions))])
+        if step.pair is None:
+            found = _gradients_beside_loss(step, arrived)
+        elif ctx.within and _is_ahead(step):
+            step.waiting[1].update(arrived)  # one run of the backward graph for all
+            found = [None] * len(step.region.wanted)
+        else:
+            found = _gradients_of_pair(step, ctx, arrived)
+        return (None, None, None, *([None] * len(ctx.positions)), *found)
+
+
+def _is_ahead(step: Any) -> bool:
+    """Whether the backward that is running will visit ``step``, of a :class:`PairStep`, which then waits for more."""
+    task = torch._C._current_graph_task_id()
+    if step.visited_by == task or not torch._C._will_engine_execute_node(step):
+        return False
+    if step.waiting[0] != task:
+        step.waiting = (task, {})
+    return True
+
+
+def _gradients_beside_loss(step: Any, arrived: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
+    """Gradients by the inputs in :attr:`Region.wanted`, of outputs beside the loss of a :class:`LossStep`."""
+    region: Region = step.region
+    if not arrived:
+        return [None] * len(region.wanted)
+    kept, _ = _take_kept(step, arrived)
+    again = torch.is_grad_enabled()
+    if not again:
+        region.leave_loss()
+    return region.recompute(kept, step.rng, arrived, create_graph=again)

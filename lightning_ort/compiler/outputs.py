@@ -38,7 +38,7 @@ class OutputLayout:
         """Take over the positions of ``executable``; they are the same for every graph of a region."""
         positions = [None if i in self.views else p for i, p in enumerate(executable.outputs)]
         self.n_unique = 1 + max((p for p in executable.outputs if p is not None), default=-1)
-        self.differentiable_positions = {positions[i]: i for i in self.differentiable if positions[i] is not None}
+        self.differentiable_positions = {p: i for i in self.differentiable if (p := positions[i]) is not None}
         self.not_differentiable = [p for p in range(self.n_unique) if p not in self.differentiable_positions]
         first: dict[int, int] = {}
         self._parts: list[Any] = []

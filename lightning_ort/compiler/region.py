@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import time
@@ -70,14 +71,17 @@ class Region:
         self._surroundings = Surroundings.present()
         self._layout = OutputLayout(graph)
         self.wanted = [i for i, x in enumerate(self._fakes) if isinstance(x, torch.Tensor) and x.requires_grad]
-        # of those in wanted: autograd visits what made an input, even without a gradient for it, and eager may not
-        self._edges: list[int | None] = []
-        self._beside: frozenset[int] = frozenset()  # of those, what leads to no loss, but to another output
+        # autograd visits what made an input, even without a gradient for it, and eager may not
+        self._reached: dict[int, frozenset[int]] = {}
+        self._edges: list[int | None] = []  # of those in wanted, what leads to any output
+        self._partial: list[int] = []  # what leads to some outputs, and may have been made by something
+        self._nodes: dict[frozenset[int], list[_Node]] = {}
         self._changed: list[int] = []
         self._one_graph = False
         self._loss: Executable | None = None
         self._pair: Pair | None = None
         self._plain: Executable | None = None
+        self._executable: Executable  # the one of them that makes the outputs
         self.first_run = FirstRun(graph, self.wanted, self.device, self._surroundings)
         self._compilation = Compilation(
             graph,
@@ -182,10 +186,13 @@ class Region:
         else:
             self._plain = executable = unit
         if self._compilation.keeping is not None:
-            reached = frozenset[int]().union(*self._compilation.keeping.eager.reached.values())
-            self._edges = [i if i in reached else None for i in self.wanted]
-            of_loss = self._compilation.keeping.eager.reached[self.loss_output] if self._loss is not None else reached
-            self._beside = reached.intersection(self.wanted) - of_loss
+            self._reached = reached = self._compilation.keeping.eager.reached
+            anywhere, everywhere = frozenset.union(*reached.values()), frozenset.intersection(*reached.values())
+            self._edges = [i if i in anywhere else None for i in self.wanted]
+            partial = (anywhere - everywhere).intersection(self.wanted)
+            self._partial = [i for i in sorted(partial) if not isinstance(self._fakes[i], torch.nn.Parameter)]
+            self._nodes = {}
+        self._executable = executable
         self._changed = self.first_run.changed = [i for i, _ in executable.updates]
         self.has_draws = executable.has_draws
         self._layout.learn(executable)
@@ -258,32 +265,53 @@ class Region:
             self._compare(self._contest, args)
         if self._eager:
             return self._in_eager(*args)
-        if self._plain is not None:
-            tensors = self._layout.unique(self._execute(self._plain, args, {}))
-            return self._layout.arrange(self._plain, tensors, args)
-        differentiable: list[Any] = [None if i is None else args[i] for i in self._edges]
-        if self._loss is not None:
-            executable = self._loss
-            if self._beside and any(args[i].grad_fn is not None for i in self._beside):
-                tensors = self._apart(args, differentiable)
-            else:
-                tensors = LossStep.apply(self, args, (), *differentiable)
+        executable = self._executable
+        if executable is self._plain:
+            tensors = self._layout.unique(self._execute(executable, args, {}))
+        elif self._partial and (made := frozenset(i for i in self._partial if args[i].grad_fn is not None)):
+            tensors = self._apart(args, made)
         else:
-            assert self._pair is not None
-            executable = self._pair.forward
-            tensors = PairStep.apply(self, self._pair, args, *differentiable)
+            tensors = self._step(args, (), [None if i is None else args[i] for i in self._edges])
         return self._layout.arrange(executable, tensors, args)
 
-    def _apart(self, args: Sequence[Any], differentiable: Sequence[Any]) -> Sequence[torch.Tensor]:
-        """A run with gradients of the loss whose other outputs have a node of their own."""
-        apart: list[Any] = [p for p, output in self.outputs_by_position.items() if output != self.loss_output]
-        of_loss = [None if i in self._beside else x for i, x in zip(self.wanted, differentiable, strict=True)]
-        tensors: list[Any] = list(LossStep.apply(self, args, apart, *of_loss))
-        step = next(x.grad_fn for x in tensors if x.grad_fn is not None)
-        others = ApartStep.apply(step, apart, *[tensors[p] for p in apart], *differentiable)
-        for position, x in zip(apart, others, strict=True):
-            tensors[position] = x
+    def _step(self, args: Sequence[Any], apart: Sequence[int], differentiable: Sequence[Any]) -> Sequence[torch.Tensor]:
+        if self._loss is not None:
+            return LossStep.apply(self, args, apart, *differentiable)
+        return PairStep.apply(self, self._pair, args, apart, *differentiable)
+
+    def _apart(self, args: Sequence[Any], made: frozenset[int]) -> Sequence[torch.Tensor]:
+        """A run whose outputs have one node for each set of those inputs, among ``made``, that lead to them."""
+        if made not in self._nodes:
+            self._nodes[made] = self._divide(made)
+        first, *others = self._nodes[made]
+        apart = [p for node in others for p in node.positions]
+        tensors = list(self._step(args, apart, [None if i is None else args[i] for i in first.edges]))
+        if others:
+            step = next(x.grad_fn for x in tensors if x.grad_fn is not None)
+        for node in others:
+            outputs = [tensors[p] for p in node.positions]
+            inputs = [None if i is None else args[i] for i in node.edges]
+            again = ApartStep.apply(step, node.positions, node.within, *outputs, *inputs)
+            for position, x in zip(node.positions, again, strict=True):
+                tensors[position] = x
         return tensors
+
+    def _divide(self, made: frozenset[int]) -> list[_Node]:
+        """The nodes of a run, in which inputs ``made`` have been made by something: first that of the run itself.
+
+        That is the one of the loss, or else of the outputs to which most inputs lead.
+        """
+        sets: dict[frozenset[int], list[int]] = {}
+        for position, output in self.outputs_by_position.items():
+            sets.setdefault(self._reached[output] & made, []).append(position)
+        of_loss = None if self._loss is None else self._reached[self.loss_output] & made
+        first = max(sets, key=lambda s: (s == of_loss, len(s)))
+        nodes: list[_Node] = []
+        for positions in [sets.pop(first), *sets.values()]:
+            reached = frozenset[int]().union(*[self._reached[self.outputs_by_position[p]] for p in positions])
+            edges = [i if i in reached else None for i in self.wanted]
+            nodes.append(_Node(positions, edges, within=not nodes or {None, *nodes[0].edges}.issuperset(edges)))
+        return nodes
 
     def run_loss(
         self, args: Sequence[Any]
@@ -407,6 +435,21 @@ class Region:
                     allow_unused=True,
                 )
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Node:
+    """Outputs that autograd visits by one node.
+
+    Attributes:
+        positions: of the outputs among the tensors of a run.
+        edges: by the inputs in :attr:`Region.wanted`, their numbers, or ``None`` for one that is not visited.
+        within: the first node of the run visits all that this one does.
+    """
+
+    positions: list[int]
+    edges: list[int | None]
+    within: bool
 
 
 def _shrink(unit: Executable | Pair) -> None:

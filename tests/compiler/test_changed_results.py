@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from torch import nn
 from torch._dynamo import graph_break
 
 from lightning_ort.compiler import ORTBackend
+from lightning_ort.compiler.region import Region
 
 
 def by_numbers(net, x):
@@ -242,6 +245,90 @@ def test_outputs_beside_a_loss(placement):
                 assert (got is None) == (expected is None), (wanted, got, expected)
                 if expected is not None:
                     torch.testing.assert_close(got, expected)
+
+
+def _towers(a, b):
+    """What the second and third outputs come from was changed in place; eager cannot derive by it."""
+    changed = b.exp()
+    changed[..., 0] = 0.0
+    graph_break()
+    return a.tanh(), changed * 3, a + changed.sin()
+
+
+def _towers_kept(a, b):
+    other = b.exp()
+    graph_break()
+    return a.tanh() * 2, other * 3, a.cos() + other.sin()
+
+
+def _scalars(a, b):
+    other = b.exp()
+    graph_break()
+    return a.tanh().sum(), (other * 3).sum(), (a.cos() + other.sin()).mean()
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("placement", ["onnxruntime", "torch"])
+def test_outputs_that_come_from_different_inputs(placement, verify):
+    """Gradients of one visit what made the inputs that lead to it, and nothing else."""
+
+    def run(function, wanted, seed):
+        generator = torch.Generator().manual_seed(seed)
+        leaves = [torch.randn(6, 3, 4, generator=generator, requires_grad=True) for _ in range(2)]
+        middle = [leaves[0] * 2, leaves[1] + 1]
+        outputs = function(*middle)
+        scalars = [(x * torch.linspace(1, 2, x.numel()).view_as(x)).sum() for x in outputs]
+        outputs[1].detach().mul_(0.5)  # no gradient reads it
+        for numbers in wanted:
+            last = numbers is wanted[-1]
+            if numbers[0] == "create":
+                gradients = torch.autograd.grad(sum(scalars[i] for i in numbers[1:]), leaves, create_graph=True)
+                sum(g.square().sum() for g in gradients).backward(retain_graph=not last)
+            elif numbers[0] == "inputs":
+                leaves[0].grad = torch.autograd.grad(
+                    sum(scalars[i] for i in numbers[1:]), middle[:1], retain_graph=not last
+                )[0]
+            else:
+                sum(scalars[i] for i in numbers).backward(retain_graph=not last)
+        return [x.grad for x in leaves]
+
+    everything = [[(0,)], [(1,)], [(2,)], [(0, 1)], [(0, 1, 2)], [(0,), (1, 2)], [(2,), (0,), (2, 1)]]
+    everything += [[("create", 0, 2)], [("create", 1, 2), (0,)], [("inputs", 0, 1, 2)], [("inputs", 0, 2), (1, 2)]]
+    runs = [(_towers, [(0,)])] + [(f, w) for f in (_towers_kept, _scalars) for w in everything]
+    for step, wanted in runs:
+        torch._dynamo.reset()
+        options = {"verify": verify, "placement": placement}
+        compiled = torch.compile(step, backend="lightning_ort", options=options)
+        for seed in range(3):
+            for got, expected in zip(run(compiled, wanted, seed), run(step, wanted, seed), strict=True):
+                assert (got is None) == (expected is None), (step, wanted, got, expected)
+                if expected is not None:
+                    told = functools.partial("{} {}: {}".format, step.__name__, wanted)
+                    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5, msg=told)
+
+
+def test_one_run_of_the_backward_graph_for_outputs_of_nested_inputs(monkeypatch):
+    """As in a pyramid of features, where each level reads those above it."""
+
+    def step(a, b):
+        top = b.tanh()
+        return a.sin() + top, top
+
+    runs = []
+    run_backward = Region.run_backward
+    monkeypatch.setattr(Region, "run_backward", lambda *args: runs.append(1) or run_backward(*args))
+    compiled = torch.compile(step, backend=ORTBackend(verify=False))
+    leaves = [torch.randn(3, 4, requires_grad=True) for _ in range(2)]
+    for wanted in ((0, 1), (1,), (0,)):
+        outputs = [function(*[x * 2 for x in leaves]) for function in (compiled, step)]
+        got, expected = (
+            torch.autograd.grad(sum(o[i].square().sum() for i in wanted), leaves, allow_unused=True) for o in outputs
+        )
+        assert len(runs) == 1, wanted
+        runs.clear()
+        torch.testing.assert_close(got[1], expected[1])
+        if 0 in wanted:
+            torch.testing.assert_close(got[0], expected[0])
 
 
 def test_visited_without_a_gradient():
