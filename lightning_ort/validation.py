@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["choice", "flag", "is_number", "is_whole", "names", "number", "path", "shown", "single", "whole"]
+__all__ = ["choice", "flag", "is_number", "is_whole", "names", "number", "path", "require", "shown", "single", "whole"]
 
 _LONGEST = 80
 
@@ -158,3 +158,9 @@ def path(name: str, value: Any) -> str:
         if error.errno == errno.ENAMETOOLONG:
             raise ValueError(f"{name}={shown(value)}: the path is too long.") from None
     return found
+
+
+def require(condition: bool, message: str) -> None:
+    """What ``assert`` does, also under ``python -O``: for refusals that scripts know as an AssertionError."""
+    if not condition:
+        raise AssertionError(message)

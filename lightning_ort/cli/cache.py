@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Sequence
 
 from lightning_ort.files.cache import Cache, cache_folder
@@ -37,6 +38,9 @@ def cache(arguments: Sequence[str] = ()) -> int:
         if clear:
             print(f"{kind}: {entries.clear()} removed")
             continue
-        sizes = [entry.stat().st_size for entry in entries.entries()]
+        sizes = []
+        for entry in entries.entries():
+            with contextlib.suppress(OSError):  # another process has removed it
+                sizes.append(entry.stat().st_size)
         print(f"{kind}: {len(sizes)} {what}, {sum(sizes) / 1024:.0f} KiB")
     return 0

@@ -170,7 +170,7 @@ def _processes() -> Iterator[Finding]:
             "note",
             f"the name of this machine, {socket.gethostname()}, does not resolve: with num_nodes=2, gloo does not know "
             "which of its addresses the others reach",
-            (f"export GLOO_SOCKET_IFNAME={'|'.join(_interfaces())}",),
+            _by_interface(_interfaces()),
         )
 
 
@@ -178,12 +178,16 @@ def _do_not_meet(reason: str) -> Finding:
     text = f"two processes of this machine do not find each other, and devices=2 does not work: {reason}"
     chosen = os.environ.get("GLOO_SOCKET_IFNAME")
     if not chosen:
-        return Finding("note", text, (f"export GLOO_SOCKET_IFNAME={'|'.join(_interfaces())}",))
+        return Finding("note", text, _by_interface(_interfaces()))
     wrong = [name for name in chosen.split(",") if name not in _interfaces()]
     if wrong:
         text += f"; GLOO_SOCKET_IFNAME={chosen}, but there is no network interface {wrong[0]}"
     others = [name for name in _interfaces() if name != chosen]
-    return Finding("note", text, ("unset GLOO_SOCKET_IFNAME", f"export GLOO_SOCKET_IFNAME={'|'.join(others)}"))
+    return Finding("note", text, ("unset GLOO_SOCKET_IFNAME", *_by_interface(others)))
+
+
+def _by_interface(names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(f"export GLOO_SOCKET_IFNAME={name}" for name in names)
 
 
 def meet(seconds: float = 30.0) -> str | None:

@@ -55,8 +55,8 @@ def _is_about_options(error: BaseException) -> bool:
     return packages <= {"contextlib", "jsonargparse", "lightning", "lightning_ort"}
 
 
-class _Trainer(Trainer):
-    """A Trainer with what ``examine`` and ``bench`` call; files for ``fit`` are files for them."""
+class _Subcommands:
+    """A base class of Trainers with what ``examine`` and ``bench`` call; files for ``fit`` are files for them."""
 
     def examine(
         self,
@@ -80,6 +80,7 @@ class _Trainer(Trainer):
         if ckpt_path is not None:
             load_weights(model, ckpt_path, weights_only)
         loaders = {"train": train_dataloaders, "validate": val_dataloaders}
+        assert isinstance(self, Trainer)
         examination = examine_in(self, model, datamodule, loaders)
         print(examination)
         return examination.all_in_ort
@@ -121,7 +122,7 @@ class _Trainer(Trainer):
 class ORTCLI(LightningCLI):
     """``LightningCLI`` whose default strategy is ``"ort"``, with the subcommands ``examine`` and ``bench``.
 
-    Arguments are those of ``lightning.pytorch.cli.LightningCLI``.
+    Arguments are those of ``lightning.pytorch.cli.LightningCLI``; ``trainer_class`` must be a class.
 
     Attributes:
         status: exit status of the subcommand: 1 where ``examine`` found something that does not run in ONNX Runtime, or
@@ -129,6 +130,7 @@ class ORTCLI(LightningCLI):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Raises TypeError where ``trainer_class`` is a function, otherwise what ``LightningCLI`` raises."""
         self.status = 0
         # before anything is printed
         self._child = Child.of_this_process()
@@ -136,7 +138,13 @@ class ORTCLI(LightningCLI):
         self._args = kwargs.get("args")
         register()
         kwargs.setdefault("parser_class", _Parser)
-        kwargs.setdefault("trainer_class", _Trainer)
+        trainer_class = kwargs.get("trainer_class") or Trainer
+        if not isinstance(trainer_class, type):
+            raise TypeError(
+                f"trainer_class={trainer_class!r} is no class, to which ORTCLI could add its subcommands examine and "
+                "bench; use lightning.pytorch.cli.LightningCLI with trainer_defaults={'strategy': 'ort'}"
+            )
+        kwargs["trainer_class"] = type(trainer_class.__name__, (_Subcommands, trainer_class), {})
         kwargs["trainer_defaults"] = {"strategy": "ort", **(kwargs.get("trainer_defaults") or {})}
         kwargs["parser_kwargs"] = {
             "prog": "lightning-ort", "description": lightning_ort.__doc__, "epilog": _EPILOG,
@@ -197,7 +205,7 @@ class ORTCLI(LightningCLI):
         """Call ``examine`` of the Trainer, and keep the exit status."""
         with self._folder:
             try:
-                assert isinstance(self.trainer, _Trainer)
+                assert isinstance(self.trainer, _Subcommands)
                 self.status = 0 if self.trainer.examine(**kwargs) else 1
             except Exception:
                 traceback.print_exc()

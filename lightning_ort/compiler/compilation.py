@@ -25,7 +25,9 @@ from lightning_ort.compiler.trace_cache import TRACES, TraceKey, copied, size_fa
 from lightning_ort.report import timeline
 from lightning_ort.runtime.factory import SessionFactory
 
-__all__ = ["Compilation", "Pair"]
+__all__ = ["OVERLAP", "Compilation", "Pair"]
+
+OVERLAP = "it changes a tensor that shares memory with another one it reads"
 
 
 @dataclasses.dataclass
@@ -164,7 +166,7 @@ class Compilation:
             traced = trace(*request, scaled=scaled)
         traced.outputs = [None if i in self._layout.views else o for i, o in enumerate(traced.outputs)]
         if overlap(self._fakes, list(traced.updates)):
-            raise Untraceable("it changes a tensor that shares memory with another one it reads")
+            raise Untraceable(OVERLAP)
         return traced
 
     @contextlib.contextmanager

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
+import logging
 import math
 import os
 import platform
@@ -20,11 +20,14 @@ from torch import fx
 
 from lightning_ort._version import __version__
 from lightning_ort.compiler.global_state import Surroundings
+from lightning_ort.compiler.symbolic_shapes import hint
 from lightning_ort.files.cache import Cache
 from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.runtime.memory import release_free_memory
 
 __all__ = ["MEMORY", "Choice", "Contest", "Key", "Memory", "learns", "measures", "race"]
+
+_log = logging.getLogger(__name__)
 
 _EXECUTORS = {"onnxruntime", "torch", "inductor", "eager"}
 
@@ -174,20 +177,23 @@ class Contest(Generic[Unit]):
 
         try:
             seconds = race({"onnxruntime": lambda: run(unit), "eager": eager}, is_last)
-        except Exception:
+        except Exception as error:
+            _log.debug("Nothing was measured", exc_info=error)
             return None
         is_long = seconds["onnxruntime"] > _LONG
         hopeless = {"torch"} if seconds["eager"] > _PROMISING * seconds["onnxruntime"] else set()
         for name, make in self._rivals.items():
             if name not in hopeless:
                 # what ONNX Runtime can and another cannot is no reason to stop
-                with contextlib.suppress(Exception):
+                try:
                     made = make()
                     run(made)
                     units[name] = made
                     if is_long:
                         again = functools.partial(run, made)
                         seconds[name] = _alone(again, seconds["onnxruntime"], functools.partial(is_last, name))
+                except Exception as error:
+                    _log.info("%s does not run a graph that ONNX Runtime runs: %s", name, error)
         if len(units) > 1 and not is_long:
             runs: dict[str, Callable[[], object]] = {n: functools.partial(run, u) for n, u in units.items()}
             seconds = race({**runs, "eager": eager}, is_last)
@@ -233,13 +239,13 @@ class Key:
         is_open = [not isinstance(size, int) for x in tensors for size in x.shape]
         common = [
             [getattr(n.target, "__qualname__", None) or str(n.target) for n in calls],
-            [(x.dim(), x.dtype, str(x.device), tuple(map(_hint, x.shape)) if x.requires_grad else ()) for x in tensors],
+            [(x.dim(), x.dtype, str(x.device), tuple(map(hint, x.shape)) if x.requires_grad else ()) for x in tensors],
             [kind, surroundings.autocast, surroundings.dtype],
             [config.providers, config.provider_options, _described(config.session_options), config.placement],
             torch.get_num_threads(),
             _machine(),
         ]
-        sizes = [[_hint(size) for size in x.shape] for x in tensors]
+        sizes = [[hint(size) for size in x.shape] for x in tensors]
         elements = sum(math.prod(row) for x, row in zip(tensors, sizes, strict=True) if not x.requires_grad)
         return cls(_hashed(common), _hashed([common, graph.code, sizes, is_open]), elements)
 
@@ -311,13 +317,11 @@ class Memory:
 MEMORY = Memory()
 
 
-def _hint(size: Any) -> int:
-    """A size; of an open one what it is at present, or 1 where nobody knows."""
-    return size if isinstance(size, int) else int(size.node.hint or 1)
-
-
-def _described(options: Any) -> Any:
-    return sorted(map(str, options.items())) if isinstance(options, Mapping) else options is not None
+def _described(options: onnxruntime.SessionOptions | Mapping[str, Any] | None) -> Any:
+    if isinstance(options, onnxruntime.SessionOptions):
+        names = [name for name in dir(options) if not name.startswith("_")]
+        return [(name, str(x)) for name in names if not callable(x := getattr(options, name))]
+    return sorted(map(str, options.items())) if options is not None else None
 
 
 @functools.cache

@@ -214,7 +214,8 @@ class DynamoObserver(logging.Handler):
         self._breaks = len(reasons)
         for metrics in self._metrics_since():
             self._enter_failure(report, metrics)
-            if metrics.recompile_reason:
+            # without a name it was one too many, which a warning has told, see emit
+            if metrics.recompile_reason and metrics.co_name:
                 changed = compiled_again(metrics.recompile_reason)
                 report.recompilations.append(f"{function_name(metrics.co_name)}: {changed}")
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from lightning_ort.runtime.memory import storage_key
+
 __all__ = ["EagerGraph"]
 
 
@@ -64,7 +66,7 @@ class EagerGraph:
                     ends.add(leaves.get(id(function.variable), -1))
                 else:
                     tensors = [] if function in keeping_nothing else list(_saved_by(function))
-                    kept.update(t.untyped_storage()._cdata for t in tensors if t is not None)
+                    kept.update(storage_key(t) for t in tensors if t is not None)
                     # a write through a view keeps the function of what was written
                     if tensors or function.name().endswith("CopySlices"):
                         keeping.add(functions.setdefault(function, len(functions)))
@@ -110,7 +112,7 @@ def _by_storage(values: Sequence[Any]) -> dict[int, list[int]]:
     numbers: dict[int, list[int]] = {}
     for i, value in enumerate(values):
         if isinstance(value, torch.Tensor):
-            numbers.setdefault(value.untyped_storage()._cdata, []).append(i)
+            numbers.setdefault(storage_key(value), []).append(i)
     return numbers
 
 

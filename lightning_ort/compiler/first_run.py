@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -49,8 +50,8 @@ class FirstRun:
         self.changed: Collection[int] = ()
         self._graph, self._wanted, self._device, self._surroundings = graph, wanted, device, surroundings
         self._names = _names(graph)
-        self._done: set[int] = set()
-        self._overflows: set[int] = set()
+        self._done: weakref.WeakSet[Executable] = weakref.WeakSet()
+        self._overflows: weakref.WeakSet[Executable] = weakref.WeakSet()
         self._doubts = Doubts(_ADVICE)
 
     def input_name(self, number: int) -> str:
@@ -59,7 +60,7 @@ class FirstRun:
 
     def is_due(self, executable: Executable) -> bool:
         """Whether ``executable`` has not been compared yet."""
-        return id(executable) not in self._done
+        return executable not in self._done
 
     def run(
         self, executable: Executable, args: Sequence[Any], incoming: Incoming, scale: torch.Tensor | None
@@ -108,7 +109,7 @@ class FirstRun:
             ForkedRNG(self._device).restore(start)
             raise
         if not overflow and mismatch is None:
-            self._done.add(id(executable))
+            self._done.add(executable)
         del reference, compared
         release_free_memory()
         return results
@@ -215,9 +216,9 @@ class FirstRun:
         """
         if not all(bool(torch.isfinite(g).all()) for g in reference.gradients.values()):
             return True
-        if finite or id(executable) in self._overflows:
+        if finite or executable in self._overflows:
             return False
-        self._overflows.add(id(executable))
+        self._overflows.add(executable)
         return True
 
 

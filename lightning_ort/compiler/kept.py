@@ -14,6 +14,7 @@ from torch import fx
 from lightning_ort.compiler.eager_graph import EagerGraph
 from lightning_ort.compiler.symbolic_shapes import is_number
 from lightning_ort.compiler.trace import Traced
+from lightning_ort.runtime.memory import storage_key
 
 __all__ = ["Keeping", "Kept", "before_write"]
 
@@ -171,7 +172,7 @@ class Kept:
         """Copy what is at risk in memory that is about to be changed."""
         changed: set[int] | None = None
         for i in self._keeping.at_risk:
-            if i not in self.copies and self.args[i].untyped_storage()._cdata in storages:
+            if i not in self.copies and storage_key(self.args[i]) in storages:
                 changed = self.changed() if changed is None else changed
                 if i not in changed:
                     self.copies[i] = self.args[i].detach().clone()
@@ -183,7 +184,7 @@ _SEALED: weakref.WeakSet[Kept] = weakref.WeakSet()
 def before_write(tensors: Iterable[torch.Tensor]) -> None:
     """Let the runs that may still be asked for gradients copy what they need of ``tensors``."""
     if _SEALED:
-        storages = {x.untyped_storage()._cdata for x in tensors}
+        storages = {storage_key(x) for x in tensors}
         for kept in list(_SEALED):
             kept.before_write(storages)
 

@@ -86,7 +86,7 @@ class LossScaling:
         return result
 
     def forget(self) -> None:
-        """Take nothing down of the gradients seen so far."""
+        """Drop what was noted of the gradients seen so far."""
         self._pending.clear()
         self._finite.clear()
 

@@ -12,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from lightning_ort.compiler.executors.executable import Executable
 from lightning_ort.compiler.symbolic_shapes import Sizes
+from lightning_ort.runtime.memory import storage_key
 
 __all__ = ["InputView", "OutputLayout", "input_views", "overlap", "same_storage"]
 
@@ -196,7 +197,7 @@ def same_storage(a: Any, b: Any) -> bool:
     """Whether two tensors, fake ones too, lie in the same memory."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return False
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return storage_key(a) == storage_key(b)
 
 
 def input_views(graph: fx.GraphModule, sizes: Sizes) -> dict[int, InputView]:
@@ -220,7 +221,7 @@ def overlap(tensors: Sequence[Any], changed: Sequence[int]) -> bool:
     """Whether one of ``tensors`` that is ``changed``, by number, may share memory with another one."""
     if not changed:
         return False
-    storages = [x.untyped_storage()._cdata if isinstance(x, torch.Tensor) else None for x in tensors]
+    storages = [storage_key(x) if isinstance(x, torch.Tensor) else None for x in tensors]
     written = {storages[i] for i in changed}
     if len(written) == len(changed) and sum(key in written for key in storages) == len(changed):
         return False

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compiler.symbolic_shapes import is_number
+from lightning_ort.compiler.symbolic_shapes import hint, is_number
 from lightning_ort.runtime.factory import SessionFactory
 from lightning_ort.runtime.providers.provider import Provider
 
@@ -161,9 +161,9 @@ def _operations(node: fx.Node) -> float:
         return 0.0
     size = _entries(val)
     if node.target in (aten.mm.default, aten.bmm.default):
-        return 2 * size * _hint(_fake(node.args[0]).shape[-1])
+        return 2 * size * hint(_fake(node.args[0]).shape[-1])
     if node.target in (aten.addmm.default, aten.baddbmm.default):
-        return 2 * size * _hint(_fake(node.args[1]).shape[-1])
+        return 2 * size * hint(_fake(node.args[1]).shape[-1])
     if node.target is aten.convolution.default:
         return _convolution(val, _fake(node.args[1]), node.args[6])
     return size
@@ -171,7 +171,7 @@ def _operations(node: fx.Node) -> float:
 
 def _convolution(result: torch.Tensor, weight: torch.Tensor, transposed: Any) -> float:
     # each entry of the result sums over a filter; in a transposed convolution the weight's second size are the results
-    filters = _hint(weight.shape[1 if transposed else 0])
+    filters = hint(weight.shape[1 if transposed else 0])
     return 2 * _entries(result) * _entries(weight) / max(filters, 1)
 
 
@@ -180,14 +180,7 @@ def _fake(argument: Any) -> torch.Tensor:
 
 
 def _entries(fake: torch.Tensor) -> float:
-    return math.prod((_hint(size) for size in fake.shape), start=1.0)
-
-
-def _hint(size: Any) -> int:
-    """A size, or for a symbolic one that of the batch it was first seen with."""
-    if isinstance(size, torch.SymInt):
-        return int(size.node.hint) if size.node.has_hint() else 1
-    return int(size)
+    return math.prod((hint(size) for size in fake.shape), start=1.0)
 
 
 def source_line(node: fx.Node) -> str:

@@ -7,6 +7,7 @@ import itertools
 import operator
 import re
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from time import perf_counter
 from typing import Any
 
@@ -272,7 +273,7 @@ class _Planner:
             builder.add_input(node)
         for node in self._module.graph.nodes:
             if node.op == "get_attr" and node in used:
-                builder.add_initializer(node, _resolve(self._module, node.target))
+                builder.add_initializer(node, attrgetter(str(node.target))(self._module))
         for node in segment.nodes:
             try:
                 builder.lower(node)
@@ -327,12 +328,6 @@ def _attribute(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -
     assert node.op == "get_attr", node
     copies[node] = graph.get_attr(str(node.target))
     return copies[node]
-
-
-def _resolve(module: torch.nn.Module, path: Any) -> Any:
-    for part in str(path).split("."):
-        module = getattr(module, part)
-    return module
 
 
 def _place(node: fx.Node, accepted: str) -> str:

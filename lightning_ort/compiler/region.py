@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.autograd import ApartStep, LossStep, PairStep
-from lightning_ort.compiler.compilation import Compilation, Pair
+from lightning_ort.compiler.compilation import OVERLAP, Compilation, Pair
 from lightning_ort.compiler.contest import MEMORY, Choice, Contest, Key, measures
 from lightning_ort.compiler.executors.executable import Account, Eager, Executable, timed_in_torch
 from lightning_ort.compiler.first_run import FirstRun, Incoming
@@ -23,12 +23,18 @@ from lightning_ort.compiler.graph_report import report_of
 from lightning_ort.compiler.kept import Kept, before_write
 from lightning_ort.compiler.loss_scale import LossScaling
 from lightning_ort.compiler.outputs import OutputLayout, overlap
+from lightning_ort.compiler.placement import source_line
+from lightning_ort.compiler.plan import Fallback
 from lightning_ort.compiler.reference import ForkedRNG, rehearsal
 from lightning_ort.compiler.trace import Derivative, fake_inputs
 from lightning_ort.report import timeline
 from lightning_ort.runtime.factory import SessionFactory
 
 __all__ = ["Region"]
+
+
+_TRIES = 8
+"""batches with which measuring is tried"""
 
 
 class Region:
@@ -94,8 +100,9 @@ class Region:
             verify=verify,
         )
         self._contest: Contest | None = None
+        self._not_measured = 0  # times that could not be done with the data at hand
         self._choice: Choice | None = None
-        self._eager = False
+        self._eager = self._overlaps = False
         self._in_eager: Callable[..., Any] = graph.forward
         self._quiet = _uncounted(graph)
         self.differentiable = differentiable = self._layout.differentiable
@@ -177,6 +184,15 @@ class Region:
             self._in_eager = timed_in_torch(self.graph.forward, account.report)
         self._eager, self._choice, self._loss, self._pair, self._plain = True, choice, None, None, None
 
+    def _tell_of_overlap(self) -> None:
+        """Say once that Dynamo's graph runs in torch where inputs share memory."""
+        if not self._overlaps:
+            account = Eager()
+            lines = [source_line(n) for n in self.graph.graph.nodes if n.op == "call_function"]
+            account.fallbacks = [Fallback("the whole region", OVERLAP, lines[-1] if lines else "")]
+            self._tell(account, None)
+            self._overlaps = True
+
     def _take(self, unit: Executable | Pair) -> None:
         self._loss = None
         if isinstance(unit, Pair):
@@ -217,6 +233,10 @@ class Region:
                 eager_counts=self.scaling is None,
             )
         if found is None:
+            self._not_measured += 1
+            if self._not_measured == _TRIES:
+                self._contest = None
+                self._choose(unit)
             return
         self._contest = None
         chosen, choice = found
@@ -260,6 +280,7 @@ class Region:
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         if self._changed and overlap(args, self._changed):
+            self._tell_of_overlap()
             return self.graph(*args)
         if self._contest is not None:
             self._compare(self._contest, args)

@@ -11,6 +11,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_ort.runtime.memory import storage_key
+
 __all__ = ["RoundingNoise"]
 
 # Half units in the last place. More than the half unit of one rounding: another implementation sums in another order
@@ -83,10 +85,10 @@ class RoundingNoise(TorchDispatchMode):
         if torch.Tag.pointwise not in func.tags and func._opname not in _UNTAGGED:
             args = self._noisy_terms(func, args, given)
         results = func(*args, **keywords)
-        storages = {x.untyped_storage()._cdata for x in given if x.layout == torch.strided}
+        storages = {storage_key(x) for x in given if x.layout == torch.strided}
         written = func._schema.is_mutable
         for x in pytree.tree_leaves(results):
-            if _is_rounded(x) and (written or x.untyped_storage()._cdata not in storages):
+            if _is_rounded(x) and (written or storage_key(x) not in storages):
                 self._disturb(x, 1.0, everywhere=func._opname in _SATURATING)
                 if func._opname == "_log_softmax":
                     self._disturb_zeros(x)

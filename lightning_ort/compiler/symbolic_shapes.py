@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import fx
 
-__all__ = ["Sizes", "UnknownSize", "is_number", "open_dims"]
+__all__ = ["Sizes", "UnknownSize", "hint", "is_number", "open_dims"]
 
 Number = Any  # int, float or their symbolic counterparts
 
@@ -109,3 +109,10 @@ def _expression(number: Number) -> Any:
 def is_number(node: fx.Node) -> bool:
     """Whether ``node`` is a symbolic size or scalar, not a tensor."""
     return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool))
+
+
+def hint(size: Any) -> int:
+    """A size; of an open one that of the batch it was first seen with, or 1 where nobody knows."""
+    if isinstance(size, torch.SymInt):
+        return int(size.node.hint) if size.node.has_hint() else 1
+    return int(size)

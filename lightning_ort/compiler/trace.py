@@ -120,6 +120,8 @@ def trace(
     tracked = wanted if grad else []
     if derivative is Derivative.NONE:
         wanted = []
+    if any(_sets_data(node) for node in region.graph.nodes):
+        raise Untraceable(_CHANGED)
     tangent_fakes = _tangents(region, differentiated) if derivative is Derivative.TANGENTS else []
 
     if scaled:
@@ -162,8 +164,7 @@ def trace(
                 )
             if scaled:
                 gradients, finite = unscaled(gradients, tangents[0])
-        left = [x if i not in wanted else None for i, x in enumerate(local)]
-        flat = [*outputs, *gradients, *left, finite]
+        flat = [*outputs, *gradients, *local, finite]
         return [x.detach() if isinstance(x, torch.Tensor) else x for x in flat]
 
     module = functional_graph(joint, region, list(fakes), tangent_fakes, grad=grad, native=native)
@@ -171,6 +172,14 @@ def trace(
 
 
 _CHANGED = "a tensor that requires a gradient is changed in place"
+
+
+def _sets_data(node: fx.Node) -> bool:
+    """Whether this is ``x.data = y``, of an ``x`` that wants a gradient."""
+    if node.target is not torch.Tensor.set_:
+        return False
+    x = node.args[0]
+    return isinstance(x, fx.Node) and bool(getattr(x.meta.get("example_value"), "requires_grad", False))
 
 
 def _tangents(region: fx.GraphModule, outputs: Sequence[int]) -> list[torch.Tensor]:
@@ -200,6 +209,9 @@ def _signature(
     *flat, finite = graph.output_node().args[0]
     start = len(flat) - len(fakes) - len(wanted)
     outputs, gradients, left = flat[:start], flat[start : start + len(wanted)], flat[start + len(wanted) :]
+    # by way of .data or of an operator that autograd's count of changes leaves out
+    if any(left[i] is not inputs[i] for i in wanted):
+        raise Untraceable(_CHANGED)
     updates = {
         i: value
         for i, (placeholder, value) in enumerate(zip(inputs, left, strict=True))

@@ -12,6 +12,7 @@ from torch import fx
 
 from lightning_ort.compiler.global_state import Surroundings
 from lightning_ort.compiler.trace import Traced
+from lightning_ort.runtime.memory import storage_key
 
 __all__ = ["TRACES", "TraceCache", "TraceKey", "copied", "size_facts"]
 
@@ -106,7 +107,7 @@ def _described_inputs(fakes: Sequence[Any], *, gradients: bool) -> Hashable:
         if isinstance(x, torch.Tensor):
             if x.layout != torch.strided:
                 raise _UnknownError
-            storage = storages.setdefault(x.untyped_storage()._cdata, len(storages))
+            storage = storages.setdefault(storage_key(x), len(storages))
             number = getattr(x, "item_memo", None) is not None
             kind = isinstance(x, torch.nn.Parameter)
             inference = gradients and x.is_inference()

@@ -19,6 +19,8 @@ __all__ = ["Cache", "cache_folder"]
 
 _FOLDER, _SIZE = "LIGHTNING_ORT_CACHE_DIR", "LIGHTNING_ORT_CACHE_SIZE"
 _DEFAULT_SIZE = 64 << 20
+_BLOCK = 4096
+"""bytes that a small file takes"""
 _LARGEST = 1 << 20
 """bytes of a file that is read"""
 
@@ -91,12 +93,15 @@ class Cache:
                 removed += 1
         return removed
 
-    def _shrink(self, limit: int) -> None:
-        """Remove what was not used for longest, until the rest takes less than ``limit`` bytes."""
+    @staticmethod
+    def _shrink(limit: int) -> None:
+        """Remove what was not used for longest, of any kind, until the rest takes less than ``limit`` bytes."""
         known = []
-        for entry in self.entries():
-            with contextlib.suppress(OSError):
-                known.append((entry.stat().st_mtime, entry.stat().st_size, entry.path))
+        for kind in cache_folder().iterdir():
+            for entry in Cache(kind.name).entries():
+                with contextlib.suppress(OSError):
+                    found = entry.stat()
+                    known.append((found.st_mtime, max(found.st_size, _BLOCK), entry.path))
         excess = sum(size for _, size, _ in known) - limit
         for _, size, path in sorted(known):
             if excess <= 0:

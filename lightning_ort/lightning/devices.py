@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 else:
     _Base = Variant
 
-__all__ = ["Devices", "OnDevices", "check_precision"]
+__all__ = ["PRECISIONS", "Devices", "OnDevices", "check_precision"]
 
-_PRECISIONS = ("Precision", "DoublePrecision", "HalfPrecision", "MixedPrecision")
+PRECISIONS = ("Precision", "DoublePrecision", "HalfPrecision", "MixedPrecision")
 
 
 def check_precision(plugin: Any, kinds: Sequence[type], argument: str, instead: str) -> None:
@@ -351,7 +351,7 @@ class OnDevices(Devices):
     @override
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         if not isinstance(precision_plugin, ORTPrecision):
-            own = [kind for name in _PRECISIONS for kind in everywhere(f"plugins.precision:{name}")]
+            own = [kind for name in PRECISIONS for kind in everywhere(f"plugins.precision:{name}")]
             instead = "Use one of these, or plugins=[ORTPrecision(...)]."
             check_precision(precision_plugin, own, "the Trainer was given", instead)
         if isinstance(precision_plugin, everywhere("plugins.precision:MixedPrecision")):

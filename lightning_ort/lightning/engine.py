@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 
     from lightning_ort.compiler.backend import ORTBackend
     from lightning_ort.compiler.loss_scale import LossScaling
+    from lightning_ort.lightning.parallel import ParallelOptions
 
 __all__ = ["EngineOptions"]
 
 
 class EngineOptions:
     """Arguments of :class:`~lightning_ort.ORTStrategy` that say who computes, and the report of what came of them."""
+
+    _parallel: ParallelOptions
 
     def _take_options(
         self,
@@ -78,7 +81,10 @@ class EngineOptions:
             **{f.name: getattr(self._config, f.name) for f in dataclasses.fields(self._config)},
             **{n: getattr(self, f"_{n}", None) for n in ("device", "on_unsupported", "verify", "print_report")},
             "optimizer": self._hooked_optimizers.mode,
+            **{f.name: getattr(self._parallel, f.name) for f in dataclasses.fields(self._parallel)},
         }
         defaults = inspect.signature(type(self).__init__).parameters
+        of_module = given.pop("of_module") or {}
         changed = [f"{n}={p!r}" for n, p in given.items() if n in defaults and p != defaults[n].default]
+        changed += [f"{n}={p!r}" for n, p in of_module.items()]
         return f"{type(self).__name__}({', '.join(changed)})"

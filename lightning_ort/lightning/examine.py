@@ -95,16 +95,22 @@ def examination_flags(strategy: Any, folder: str) -> dict[str, Any]:
     """Flags of a Trainer that runs one batch per step and writes nothing.
 
     Args:
-        strategy: as the Trainer was given it; one that is no :class:`ORTStrategy` is replaced by one.
+        strategy: as the Trainer was given it, which is left as it is; one that is no :class:`ORTStrategy` is replaced
+            by one.
         folder: where anything that is written all the same would go.
     """
     if not isinstance(strategy, ORTStrategy):
         strategy = ORTStrategy()
+    config, mode = strategy._config, strategy._hooked_optimizers.mode
+    examined = copy.copy(strategy)
     # all that torch would do is listed, instead of the first thing being refused, and not what it would do faster
-    strategy._on_unsupported, strategy._print_report = "torch", False
-    strategy._config = dataclasses.replace(strategy._config, measure=False)
+    examined._take_options(
+        config.providers, config.provider_options, config.session_options, config.placement,
+        "torch", strategy._verify, mode,
+    )  # fmt: skip
+    examined._print_report, examined._config = False, dataclasses.replace(examined._config, measure=False)
     return {
-        "strategy": strategy,
+        "strategy": examined,
         "fast_dev_run": 1,
         "callbacks": [],
         "logger": False,

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_ort.checkpoints import ORTCheckpointIO
 from lightning_ort.errors import CheckpointError
-from lightning_ort.lightning.devices import Devices, check_precision
+from lightning_ort.lightning.devices import PRECISIONS, Devices, check_precision
 from lightning_ort.lightning.engine import EngineOptions
 from lightning_ort.lightning.parallel import ParallelOptions
 from lightning_ort.lightning_packages import Package, everywhere_in_fabric, package_of
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ORTFabricStrategy"]
 
-_PRECISIONS = ("Precision", "DoublePrecision", "HalfPrecision", "MixedPrecision")
 _OF_TRAINERS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 
 
@@ -124,7 +123,7 @@ class ORTFabricStrategy(EngineOptions, Devices):
 
     @precision.setter
     def precision(self, precision: Precision | None) -> None:
-        kinds = [kind for name in _PRECISIONS for kind in everywhere_in_fabric(f"plugins.precision:{name}")]
+        kinds = [kind for name in PRECISIONS for kind in everywhere_in_fabric(f"plugins.precision:{name}")]
         check_precision(precision, kinds, "Fabric was given", "Use Fabric(precision=...) with one of these.")
         self._precision = precision
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import inspect
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -44,8 +46,7 @@ class OpenSizes:
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        kind = type(module)
-        self._owner = f"{getattr(kind, '__module__', '')}.{kind.__qualname__}"
+        self._owner = _owner(type(module))
         self._cache = Cache("sizes")
         self._of_step: dict[str, dict[str, Sizes]] = {}
         self.undecided: dict[str, int] = {}
@@ -111,6 +112,15 @@ class OpenSizes:
 
     def _key(self, step: str, kind: str) -> str:
         return hashlib.sha256(f"{self._owner} {step} {kind}".encode()).hexdigest()
+
+
+def _owner(kind: type) -> str:
+    """A name of a class that no other script has, each of which is ``__main__`` when it runs."""
+    module = getattr(kind, "__module__", "")
+    if module == "__main__":
+        with contextlib.suppress(TypeError, OSError):  # of a notebook's cell, or typed at a prompt
+            module = os.path.abspath(inspect.getfile(kind))
+    return f"{module}.{kind.__qualname__}"
 
 
 def makes_batches_its_own_way(trainer: pl.Trainer, step: str) -> bool:

@@ -241,6 +241,7 @@ class ORTPrecision(_Base):
         if foreign and self.scaling is not None and isinstance(self._rule, GradScalerRule):
             self._rule.load_state_dict(checkpoint[_LIGHTNING])
             self.scaling.scale = self._rule.scale
+            self.scaling.forget()
 
 
 def _by_kind(name: str) -> Callable[..., Any]:

@@ -74,7 +74,8 @@ class ORTStrategy(EngineOptions, OnDevices):
             ``"torch"``, or ``"auto"``, the faster of the two by a rule of sizes. The states are torch's in any case.
         start_method: how several processes of one machine are started, as ``DDPStrategy`` has it; by default
             ``"fork"`` in a notebook, and as scripts of their own (``"popen"``) elsewhere.
-        cluster_environment: of several devices or nodes, as Lightning's ``DDPStrategy`` has it; and so are the next.
+        cluster_environment: who has started the processes of several devices or nodes. This argument and those that
+            follow are Lightning's of ``DDPStrategy``, but for ``shard_optimizer``.
         process_group_backend: by default gloo on CPUs and nccl on GPUs.
         timeout: of the process group, by default torch's.
         ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper: how gradients are exchanged; on the CPU as well.

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_ort.optim.optimizers import AdamW, Lamb
-from lightning_ort.validation import is_number, names, number, shown
+from lightning_ort.validation import is_number, names, number, require, shown
 
 __all__ = ["AdamConfig", "LambConfig", "SGDConfig", "torch_optimizer"]
 
@@ -22,12 +22,6 @@ _GROUP = (
     "Each dict inside 'params' must contain a {'params' : [model parameter names]} entry and additional entries for "
     "custom hyper parameter values"
 )
-
-
-def _require(condition: bool, message: str) -> None:
-    # not an assert statement, which python -O leaves out
-    if not condition:
-        raise AssertionError(message)
 
 
 class ArgumentError(AssertionError, TypeError, ValueError):
@@ -53,10 +47,10 @@ class _OptimizerConfig:
     """
 
     def __init__(self, name: str, params: Sequence[Group], defaults: Mapping[str, Any]) -> None:
-        _require(isinstance(name, str), f"'name' must be a string, not {shown(name)}")
-        _require(name in _NAMES, f"'name' must be one of {', '.join(map(repr, _NAMES))}, not {name!r}")
-        _require(isinstance(params, list), f"'params' must be a list, not {shown(params)}")
-        _require(isinstance(defaults, Mapping) and "lr" in defaults, "'defaults' must be a dict with an 'lr' entry")
+        require(isinstance(name, str), f"'name' must be a string, not {shown(name)}")
+        require(name in _NAMES, f"'name' must be one of {', '.join(map(repr, _NAMES))}, not {name!r}")
+        require(isinstance(params, list), f"'params' must be a list, not {shown(params)}")
+        require(isinstance(defaults, Mapping) and "lr" in defaults, "'defaults' must be a dict with an 'lr' entry")
         self.defaults = {key: _checked(key, value) for key, value in defaults.items()}
         self.name, self.lr = name, self.defaults["lr"]
         self._groups: list[dict[str, Any]] = []
@@ -64,13 +58,13 @@ class _OptimizerConfig:
             if not isinstance(group, Mapping):
                 kind = type(group).__name__
                 raise ArgumentError(f"{_GROUP}; got {shown(group)} (argument of type {kind!r} is not a dict)")
-            _require("params" in group and len(group) > 1, _GROUP)
-            _require(isinstance(group["params"], list), f"{_GROUP}; its 'params' are {shown(group['params'])}")
+            require("params" in group and len(group) > 1, _GROUP)
+            require(isinstance(group["params"], list), f"{_GROUP}; its 'params' are {shown(group['params'])}")
             names("'params' of a group", group["params"])
             for key in group:
-                _require(key != "lr", "'lr' is not supported inside params")
+                require(key != "lr", "'lr' is not supported inside params")
                 if key != "params":
-                    _require(_key(key) in defaults, f"'params' has {key} hyper parameter not present at 'defaults'")
+                    require(_key(key) in defaults, f"'params' has {key} hyper parameter not present at 'defaults'")
             values = {_key(k): _checked(k, v) for k, v in group.items() if k != "params"}
             self._groups.append({"params": list(group["params"]), **values})
         # as in the original, each group has a value of every hyper-parameter
@@ -112,15 +106,15 @@ def _checked(name: str, value: Any) -> Any:
     if name in _NUMBERS:
         return _number(name, value, "a positive number", low=0, below=1 if name in ("alpha", "beta") else None)
     if name == "max_norm_clip":
-        _require(not (is_number(value) and value == 0), "'max_norm_clip' must not be 0")
+        require(not (is_number(value) and value == 0), "'max_norm_clip' must not be 0")
         return _number(name, value, "a positive number, or inf for no clipping", above=0, infinite=True)
     if name == "do_bias_correction":
-        _require(isinstance(value, bool), f"'do_bias_correction' must be a boolean, not {shown(value)}")
+        require(isinstance(value, bool), f"'do_bias_correction' must be a boolean, not {shown(value)}")
     elif name == "weight_decay_mode":
         mode = isinstance(value, AdamConfig.DecayMode)
-        _require(mode, f"'weight_decay_mode' must be a AdamConfig.DecayMode, not {shown(value)}")
+        require(mode, f"'weight_decay_mode' must be a AdamConfig.DecayMode, not {shown(value)}")
     elif name in ("ratio_min", "ratio_max"):
-        _require(isinstance(value, float) and value == value, f"'{name}' must be a valid float, not {shown(value)}")
+        require(isinstance(value, float) and value == value, f"'{name}' must be a valid float, not {shown(value)}")
     elif not isinstance(value, (bool, enum.Enum)):  # of a configuration of the user's own
         return _number(name, value, "a number", infinite=True)
     return value
@@ -156,7 +150,7 @@ class SGDConfig(_OptimizerConfig):
 
     def __init__(self, params: Sequence[Group] = (), lr: float = 0.001) -> None:
         empty = isinstance(params, (list, tuple)) and not params
-        _require(empty, "'params' must be an empty list for SGD optimizer")
+        require(empty, "'params' must be an empty list for SGD optimizer")
         super().__init__("SGDOptimizer", [], {"lr": lr})
 
 
@@ -246,10 +240,8 @@ class LambConfig(_OptimizerConfig):
         }  # fmt: skip
         super().__init__("LambOptimizer", [] if params is None else params, defaults)
         self.alpha, self.beta, self.lambda_coef, self.epsilon = alpha, beta, lambda_coef, epsilon
-        _require(
-            ratio_min < math.inf and ratio_max > -math.inf, "'ratio_min' and 'ratio_max' must leave a finite ratio"
-        )
-        _require(ratio_min <= ratio_max, f"'ratio_min' ({ratio_min}) must not be above 'ratio_max' ({ratio_max})")
+        require(ratio_min < math.inf and ratio_max > -math.inf, "'ratio_min' and 'ratio_max' must leave a finite ratio")
+        require(ratio_min <= ratio_max, f"'ratio_min' ({ratio_min}) must not be above 'ratio_max' ({ratio_max})")
         self.ratio_min, self.ratio_max = ratio_min, ratio_max
         self.max_norm_clip, self.do_bias_correction = max_norm_clip, do_bias_correction
 

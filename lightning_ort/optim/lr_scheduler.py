@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_ort.optim.config import _OptimizerConfig
 from lightning_ort.optim.step_info import TrainStepInfo
-from lightning_ort.validation import is_whole, number, shown
+from lightning_ort.validation import is_whole, number, require, shown
 
 __all__ = [
     "ConstantWarmupLRScheduler",
@@ -24,11 +24,6 @@ __all__ = [
     "PolyWarmupLRScheduler",
     "ScheduledLR",
 ]
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise AssertionError(message)
 
 
 def _is_finite(value: Any) -> bool:
@@ -55,7 +50,7 @@ class _LRScheduler:
         Raises:
             AssertionError: no step was made.
         """
-        _require(len(self._last_lr) > 0, "Learning rate must be computed by a training step before it can be read")
+        require(len(self._last_lr) > 0, "Learning rate must be computed by a training step before it can be read")
         return self._last_lr
 
     def torch_scheduler(self, optimizer: Optimizer, last_epoch: int = -1) -> LRScheduler:
@@ -77,11 +72,11 @@ class _LRScheduler:
 class _WarmupLRScheduler(_LRScheduler):
     def __init__(self, total_steps: int, warmup: float) -> None:
         super().__init__()
-        _require(
+        require(
             is_whole(total_steps) and 0 < total_steps < 2**53,
             f"total_steps must be a strict positive number, an int; got {shown(total_steps)}",
         )
-        _require(
+        require(
             isinstance(warmup, float) and 0 <= warmup < 1,
             f"warmup must be a float between [0, 1); got {shown(warmup)}",
         )
@@ -133,7 +128,7 @@ class CosineWarmupLRScheduler(_WarmupLRScheduler):
 
     def __init__(self, total_steps: int, cycles: float = 0.5, warmup: float = 0.002) -> None:
         super().__init__(total_steps, warmup)
-        _require(_is_finite(cycles) and 0 < cycles < 1e100, f"cycles must be a positive float; got {shown(cycles)}")
+        require(_is_finite(cycles) and 0 < cycles < 1e100, f"cycles must be a positive float; got {shown(cycles)}")
         self.cycles = cycles
 
     def _after_warmup(self, step: int, base: float) -> float:
@@ -174,14 +169,14 @@ class PolyWarmupLRScheduler(_WarmupLRScheduler):
 
     def __init__(self, total_steps: int, lr_end: float = 1e-7, power: float = 1.0, warmup: float = 0.002) -> None:
         super().__init__(total_steps, warmup)
-        _require(_is_finite(lr_end) and lr_end >= 0, f"lr_end must be a positive float; got {shown(lr_end)}")
-        _require(_is_finite(power) and power >= 0, f"power must be a positive float; got {shown(power)}")
+        require(_is_finite(lr_end) and lr_end >= 0, f"lr_end must be a positive float; got {shown(lr_end)}")
+        require(_is_finite(power) and power >= 0, f"power must be a positive float; got {shown(power)}")
         self.lr_end, self.power = lr_end, power
 
     def get_lr(self, train_step_info: TrainStepInfo) -> list[float]:
         """The learning rate of the step about to be made; see the base class."""
         base = train_step_info.optimizer_config.lr
-        _require(base > self.lr_end, f"lr_end ({self.lr_end}) must be smaller than the base learning rate ({base})")
+        require(base > self.lr_end, f"lr_end ({self.lr_end}) must be smaller than the base learning rate ({base})")
         return super().get_lr(train_step_info)
 
     def _after_warmup(self, step: int, base: float) -> float:

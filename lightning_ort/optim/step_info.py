@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_ort.optim.config import _OptimizerConfig
+from lightning_ort.validation import require
 
 __all__ = ["TrainStepInfo"]
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise AssertionError(message)
 
 
 class TrainStepInfo:
@@ -37,12 +33,12 @@ class TrainStepInfo:
         step: int = 0,
     ) -> None:
         fetches = [] if fetches is None else fetches
-        _require(isinstance(optimizer_config, _OptimizerConfig), "'optimizer_config' must be an optimizer config")
-        _require(isinstance(all_finite, bool), "'all_finite' must be a bool")
+        require(isinstance(optimizer_config, _OptimizerConfig), "'optimizer_config' must be an optimizer config")
+        require(isinstance(all_finite, bool), "'all_finite' must be a bool")
         strings = isinstance(fetches, list) and all(isinstance(name, str) for name in fetches)
-        _require(strings, "'fetches' must be a list of str")
+        require(strings, "'fetches' must be a list of str")
         for name, number in {"optimization_step": optimization_step, "step": step}.items():
-            _require(isinstance(number, int) and number >= 0, f"'{name}' must be a non-negative int")
+            require(isinstance(number, int) and number >= 0, f"'{name}' must be a non-negative int")
         self.optimizer_config, self.all_finite, self.fetches = optimizer_config, all_finite, fetches
         self.optimization_step, self.step = optimization_step, step
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["Packed", "TensorPool", "address_of", "release_free_memory"]
+__all__ = ["Packed", "TensorPool", "address_of", "release_free_memory", "storage_key"]
 
 _ALIGNMENT = 16  # entries; each tensor starts on a cache line of its own
 _KEPT = 2  # the gradients of one step are still alive while the next ones are written
@@ -23,6 +23,14 @@ def address_of(tensor: torch.Tensor) -> int:
     Such a tensor has no memory, and ONNX Runtime binds nothing without an address.
     """
     return tensor.data_ptr() or _somewhere(tensor.device).data_ptr()
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share a storage, while both are there.
+
+    Private: torch compares storages by the address of what is behind them, which has no public name.
+    """
+    return tensor.untyped_storage()._cdata
 
 
 @functools.cache
@@ -63,7 +71,7 @@ class TensorPool:
                 return parts
         flat = torch.empty(self._size, dtype=self._dtype, device=self._device)
         parts = [flat.as_strided(shape, strides, offset) for shape, strides, offset in self._parts]
-        storage = flat.untyped_storage()._cdata
+        storage = storage_key(flat)
         del flat
         if len(self._pieces) == _KEPT:
             del self._pieces[0]

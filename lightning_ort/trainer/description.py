@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_ort.validation import require
+
 __all__ = [
     "Description",
     "DescriptionError",
@@ -180,11 +182,6 @@ def _problem(entry: Any, *, outputs: bool) -> str | None:
     return None
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise AssertionError(message)
-
-
 def gather(description: Description, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """One tensor per described input, in order.
 
@@ -205,18 +202,18 @@ def gather(description: Description, args: Sequence[Any], kwargs: Mapping[str, A
         args = args[0]
     elif len(args) == 1 and isinstance(args[0], tuple):
         raise AssertionError("The inputs came as one tuple: pass them one by one, by name, or in one list.")
-    _require(
+    require(
         len(args) <= len(entries),
         f"{len(args)} inputs were given in order, but the model has {len(entries)} ({listed}).",
     )
     given = {entry.name: value for entry, value in zip(entries, args, strict=False)}
     twice = [name for name in kwargs if name in given]
-    _require(not twice, f"Inputs given both in order and by name: {', '.join(twice)}.")
+    require(not twice, f"Inputs given both in order and by name: {', '.join(twice)}.")
     unknown = [name for name in kwargs if name not in {entry.name for entry in entries}]
-    _require(not unknown, f"The model has no inputs {', '.join(map(repr, unknown))}; its inputs are {listed}.")
+    require(not unknown, f"The model has no inputs {', '.join(map(repr, unknown))}; its inputs are {listed}.")
     given |= kwargs
     missing = [entry.name for entry in entries if entry.name not in given]
-    _require(not missing, f"Missing inputs: {', '.join(missing)}. The model's inputs are {listed}.")
+    require(not missing, f"Missing inputs: {', '.join(missing)}. The model's inputs are {listed}.")
     tensors = [given[entry.name] for entry in entries]
     sizes: dict[str, tuple[int, str]] = {}
     for entry, tensor in zip(entries, tensors, strict=True):
@@ -239,7 +236,7 @@ def _check_input(entry: Input | TypedInput, tensor: Any, sizes: dict[str, tuple[
     for size, name in zip(tensor.shape, entry.shape, strict=True):
         if isinstance(name, str):
             known, where = sizes.setdefault(name, (size, entry.name))
-            _require(known == size, f"Mismatch in dynamic shape {name}: {known} in {where!r}, {size} in {entry.name!r}")
+            require(known == size, f"Mismatch in dynamic shape {name}: {known} in {where!r}, {size} in {entry.name!r}")
 
 
 def _shape_problem(entry: Input | TypedInput | Output | TypedOutput, tensor: Tensor) -> str:

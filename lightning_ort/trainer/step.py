@@ -223,7 +223,7 @@ class Execution:
         self._accepted: list[Any] | None = None
 
     def inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """The inputs in the order of the description, on the device; see :func:`~.arguments.gather` for errors."""
+        """The inputs in the order of the description, on the device; see :func:`~.description.gather` for errors."""
         forms = None
         if not kwargs and len(args) == len(self._description.inputs):
             forms = [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in args]

@@ -7,7 +7,7 @@ import os
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from modules import Classifier, TableData, table
@@ -136,6 +136,28 @@ def test_command_trains_with_ort_by_default(eager, tmp_path):
     assert export.exported.inputs == {"x": ("rows", 12)} and export.exported.path == tmp_path / "m.onnx"
 
 
+class _NamedTrainer(Trainer):
+    def __init__(self, label: str = "none", **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.label = label
+
+
+@needs_ort
+def test_a_trainer_class_of_ones_own(capsys, tmp_path, monkeypatch):
+    from lightning_ort.cli import ORTCLI
+
+    monkeypatch.chdir(tmp_path)
+    with quiet():
+        arguments = ["fit", *QUIET, "--trainer.max_steps=2", "--trainer.label=mine"]
+        cli = ORTCLI(Classifier, TableData, trainer_class=_NamedTrainer, args=arguments, save_config_callback=None)
+        assert isinstance(cli.trainer, _NamedTrainer) and cli.trainer.label == "mine" and cli.trainer.global_step == 2
+        cli = ORTCLI(Classifier, TableData, trainer_class=_NamedTrainer, args=["examine"], save_config_callback=None)
+    assert cli.status == 0 and isinstance(cli.trainer, _NamedTrainer)
+    assert "training_step" in capsys.readouterr().out
+    with pytest.raises(TypeError, match=r"trainer_class=.* is no class"):
+        ORTCLI(Classifier, TableData, trainer_class=lambda **kwargs: Trainer(**kwargs), args=["fit"])
+
+
 class PartlyInTorch(Classifier):
     """Whose validation needs an operator that ONNX cannot express."""
 
@@ -218,3 +240,25 @@ def test_examine_from_python_leaves_the_module(tmp_path, monkeypatch):
     assert "predict_step: not examined, there is no predict_dataloader" in str(found)
     assert_same_state(before, state_of(module), 0.0)
     assert module.layer.weight.grad is None and os.listdir(tmp_path) == []
+
+
+@needs_ort
+def test_examine_leaves_the_strategy():
+    """It lists all that it finds, and what the user trains with afterwards still refuses."""
+    from lightning_ort import ORTStrategy, UnsupportedError, examine
+
+    class InTorch(Classifier):
+        def training_step(self, batch, batch_idx):
+            return torch.linalg.qr(self(batch[0]))[1].abs().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.Rprop(self.parameters())
+
+    strategy = ORTStrategy(on_unsupported="error", optimizer="ort", print_report=False)
+    written = repr(strategy)
+    with quiet():
+        found = examine(InTorch(), train_dataloaders=table(), strategy=strategy, accelerator="cpu")
+        assert found.report["training_step"].in_torch and not found.all_in_ort
+        assert repr(strategy) == written and not strategy.report()
+        with pytest.raises(UnsupportedError):
+            Trainer(strategy=strategy, fast_dev_run=1, logger=False).fit(InTorch(), table())

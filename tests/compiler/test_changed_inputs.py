@@ -13,6 +13,7 @@ from torch.nn.utils import spectral_norm
 
 from lightning_ort.compiler import ORTBackend
 from lightning_ort.compiler.kept import Kept
+from lightning_ort.errors import UnsupportedError
 
 
 class Net(nn.Module):
@@ -391,3 +392,31 @@ def assert_same(step, compiled=None, make=Net, steps=3):
             ends.append([loss.detach(), *net.state_dict().values()])
         for got, wanted in zip(*ends, strict=True):
             assert (got - wanted).abs().max() <= tolerance * wanted.abs().max().clamp(min=0.1)
+
+
+def test_inputs_that_come_to_share_memory():
+    """The graph was made for others; torch takes the step, and the report or an error says so."""
+
+    def step(written, read):
+        written.add_(1.0)
+        return (read * 2).sum() + written.sum()
+
+    told = []
+    compiled = torch.compile(step, backend=ORTBackend(verify=False, on_fallback=told.extend))
+    strict = torch.compile(step, backend=ORTBackend(verify=False, on_unsupported="error"))
+    memory = torch.arange(8.0)
+    apart, shared = (memory[:4], torch.ones(4)), (memory[:4], memory[2:6])
+    for function in (compiled, strict):
+        function(*apart)
+    assert not told
+    for _ in range(2):
+        copy = memory.clone()
+        expected = step(copy[:4], copy[2:6])
+        torch.testing.assert_close(compiled(*shared), expected)
+        torch.testing.assert_close(memory, copy)
+    (reason,) = told
+    assert reason.operator == "the whole region" and "shares memory" in reason.reason and "return" in reason.source
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="shares memory"):
+            strict(*shared)
+    torch.testing.assert_close(memory, copy)

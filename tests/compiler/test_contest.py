@@ -6,6 +6,7 @@ import json
 import os
 from functools import partial
 
+import onnxruntime
 import psutil
 import pytest
 import torch
@@ -18,8 +19,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ort import ORTStrategy
 from lightning_ort.cli import main
 from lightning_ort.compiler import ORTBackend, compilation, contest
-from lightning_ort.compiler.contest import MEMORY, Choice, race
+from lightning_ort.compiler.contest import MEMORY, Choice, Key, race
 from lightning_ort.compiler.functional_graph import Untraceable
+from lightning_ort.compiler.global_state import Surroundings
 from lightning_ort.compiler.loss_scale import LossScaling
 from lightning_ort.environment import has_cpp_compiler
 from lightning_ort.errors import UnsupportedError
@@ -276,19 +278,32 @@ def test_a_folder_that_cannot_be_written_to(races, monkeypatch, tmp_path):
 
 
 def test_the_cache_keeps_its_size(monkeypatch):
-    cache = Cache("choices")
-    monkeypatch.setenv("LIGHTNING_ORT_CACHE_SIZE", "400")
+    """Of all kinds together, a small file being what a disk has for it."""
+    cache, other = Cache("choices"), Cache("sizes")
+    other.write("older", {})
+    os.utime(other.folder / "older.json", (0, 0))
+    monkeypatch.setenv("LIGHTNING_ORT_CACHE_SIZE", str(5 * 4096))
     for i in range(10):
         cache.write(f"entry{i}", {"text": "x" * 60})
-        path = cache.folder / f"entry{i}.json"
-        if path.exists():
-            os.utime(path, (i, i))
-    sizes = [entry.stat().st_size for entry in cache.entries()]
-    assert 0 < sum(sizes) <= 400
-    assert cache.read("entry9") is not None and cache.read("entry0") is None
+        os.utime(cache.folder / f"entry{i}.json", (i, i))
+    assert sorted(entry.name for entry in cache.entries()) == [f"entry{i}.json" for i in range(5, 10)]
+    assert cache.read("entry9") is not None and other.read("older") is None
     monkeypatch.setenv("LIGHTNING_ORT_CACHE_SIZE", "0")
     cache.write("more", {})
     assert cache.read("more") is None
+
+
+def test_what_sessions_are_told_is_a_part_of_what_is_remembered():
+    graph = torch.fx.symbolic_trace(torch.nn.ReLU())
+    options = [onnxruntime.SessionOptions() for _ in range(3)]
+    options[1].intra_op_num_threads = 2
+    mapping = {"intra_op_num_threads": 2}
+    keys = [
+        Key.of(graph, [torch.ones(2)], "", Surroundings.present(), RuntimeConfig(session_options=o))
+        for o in (*options, mapping, None)
+    ]
+    assert keys[0] == keys[2]
+    assert len({key.sizes for key in keys}) == 4
 
 
 def test_the_command(races, capsys):

@@ -8,9 +8,11 @@ from statistics import median
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.profilers import PyTorchProfiler
 from modules import CLASSES, FEATURES, table
-from parity import assert_fit_parity, fit, needs_ort, step_report
+from parity import assert_fit_parity, fit, needs_ort, quiet, step_report
 from torch import nn
 
 from lightning_ort import ORTStrategy
@@ -191,3 +193,18 @@ def test_the_strategy_is_written_by_its_arguments():
     assert repr(strategy) == (
         "ORTStrategy(session_options={'intra_op_num_threads': 2}, placement='torch', verify=False, optimizer='ort')"
     )
+    strategy = ORTStrategy(shard_optimizer=True, start_method="spawn", find_unused_parameters=True)
+    assert repr(strategy) == ("ORTStrategy(start_method='spawn', shard_optimizer=True, find_unused_parameters=True)")
+
+
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_a_profiler_and_more_compilations_than_dynamo_makes(tmp_path):
+    """What is one too many has no name in Dynamo's records."""
+    for _ in range(4):
+        profiler = PyTorchProfiler(dirpath=tmp_path, export_to_chrome=False)
+        with quiet():
+            trainer = Trainer(
+                strategy=ORTStrategy(print_report=False), profiler=profiler, limit_predict_batches=2, logger=False,
+                enable_progress_bar=False,
+            )  # fmt: skip
+            assert len(trainer.predict(BoringModel())) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
+from operator import attrgetter
 from time import perf_counter
 from typing import Any
 
@@ -16,6 +17,7 @@ from lightning_ort.compiler.mixed_precision import half_types
 from lightning_ort.compiler.random import drawer
 from lightning_ort.compiler.trace import Traced
 from lightning_ort.report import timeline
+from lightning_ort.runtime.memory import storage_key
 
 __all__ = ["TorchExecutable"]
 
@@ -93,9 +95,9 @@ class TorchExecutable(Executable):
 
     def _separate(self, results: list[torch.Tensor], inputs: Iterable[torch.Tensor]) -> None:
         """Copy results that share memory although no operator says so, in this run and those to come."""
-        seen = {x.untyped_storage()._cdata for x in inputs}
+        seen = {storage_key(x) for x in inputs}
         for i in _users_first(results, self._kept):
-            key = results[i].untyped_storage()._cdata
+            key = storage_key(results[i])
             if key in seen:
                 results[i] = results[i].clone()
                 self._copied.append(i)
@@ -185,7 +187,7 @@ def generate(
     for i, node in enumerate(nodes):
         name = names[node] = f"v{i}"
         if node.op == "get_attr":
-            space[name] = _resolve(module, node.target)
+            space[name] = attrgetter(str(node.target))(module)
             continue
         if node.target is operator.getitem and isinstance(node.args[1], int):
             lines.append(f"{name} = {names[node.args[0]]}[{node.args[1]}]")
@@ -207,9 +209,3 @@ def generate(
     exec(compile(source, "<a graph in torch>", "exec"), space)  # names of values are ours, not the user's
     compute: Callable[[list[Any]], list[Any]] = space["compute"]
     return compute
-
-
-def _resolve(module: torch.nn.Module, path: Any) -> Any:
-    for part in str(path).split("."):
-        module = getattr(module, part)
-    return module
