@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.callback import callback_handler
+from torch.nn.modules import module as module_hooks
 
 from lightning_ort.compiler.dynamo_words import compiled_again, function_name, graph_break, why
 from lightning_ort.compiler.symbolic_shapes import open_dims
@@ -26,6 +27,7 @@ __all__ = [
     "LIBRARIES",
     "DynamoObserver",
     "OpenResults",
+    "global_hooks",
     "marked_open",
     "no_fast_path",
     "with_own_code",
@@ -38,6 +40,8 @@ DYNAMO_SETTINGS = {
     "allow_rnn": True,
     # a function that Dynamo fails at is left to Python, which raises the user's own error at the user's own line
     "suppress_errors": True,
+    # by default hooks that a module gets or loses after it was compiled go unnoticed
+    "skip_nnmodule_hook_guards": False,
     # Dynamo would cut graphs where a bucket of DistributedDataParallel is full
     "optimize_ddp": False,
 }
@@ -46,13 +50,60 @@ DYNAMO_SETTINGS = {
 
 @contextlib.contextmanager
 def no_fast_path() -> Iterator[None]:
-    """Keep ``nn.TransformerEncoder`` from its fast path, one operator that ONNX lacks."""
-    enabled = torch.backends.mha.get_fastpath_enabled()
+    """Keep ``nn.TransformerEncoder`` from its fast path, one operator that ONNX lacks, but for what it shows of it."""
+    if not torch.backends.mha.get_fastpath_enabled():
+        yield
+        return
     torch.backends.mha.set_fastpath_enabled(False)
+    torch.nn.TransformerEncoder.forward = _encoder_forward  # type: ignore[method-assign]
     try:
         yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
+        torch.nn.TransformerEncoder.forward = _slow_forward  # type: ignore[method-assign]
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+_slow_forward = torch.nn.TransformerEncoder.forward
+
+
+def _encoder_forward(
+    self: torch.nn.TransformerEncoder,
+    src: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    src_key_padding_mask: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+) -> torch.Tensor:
+    """With the zeros of the fast path, which leaves padding out and fills it in at the end.
+
+    torch takes that path in evaluation, if all sequences are padded at their ends (``mask_check``).
+    """
+    output = _slow_forward(self, src, mask, src_key_padding_mask, is_causal)
+    if src_key_padding_mask is None or not _leaves_padding_out(self, src, mask):
+        return output
+    boolean = src_key_padding_mask.dtype == torch.bool
+    padding = src_key_padding_mask if boolean else src_key_padding_mask == -torch.inf
+    filled = torch.zeros_like(output)
+    if self.norm is not None:
+        filled = self.norm(filled)
+    chosen = padding
+    if getattr(self, "mask_check", True):
+        chosen = padding & (padding[:, 1:] | ~padding[:, :-1]).all()
+    return torch.where(chosen.unsqueeze(-1), filled, output)
+
+
+def _leaves_padding_out(encoder: torch.nn.TransformerEncoder, src: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Torch's own conditions for a path without padding, but for those of the mask's values."""
+    first = encoder.layers[0]
+    tensors = [src, *first.parameters()]
+    return (
+        bool(getattr(encoder, "use_nested_tensor", False))
+        and not first.training
+        and src.dim() == 3
+        and mask is None
+        and not src.is_nested
+        and not torch.is_autocast_enabled()
+        and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+    )
 
 
 _OPEN = "_dynamo_propagated_dynamic_indices"
@@ -110,6 +161,22 @@ class OpenResults:
         for i, dims in self._dims:
             if isinstance(results[i], torch.Tensor):
                 _mark(results[i], dims)
+
+
+def global_hooks() -> tuple[Callable[..., Any], ...]:
+    """Hooks of all modules, which Dynamo compiles as they are, and does not guard.
+
+    Private: torch says in public how they are registered, and not which there are.
+    """
+    if not module_hooks._has_any_global_hook():
+        return ()
+    tables = (
+        module_hooks._global_forward_pre_hooks,
+        module_hooks._global_forward_hooks,
+        module_hooks._global_backward_pre_hooks,
+        module_hooks._global_backward_hooks,
+    )
+    return tuple(hook for table in tables for hook in table.values())
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:

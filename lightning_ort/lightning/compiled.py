@@ -12,7 +12,7 @@ import torch
 import torch._dynamo.config
 
 from lightning_ort.compiler.backend import ORTBackend
-from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS, DynamoObserver, no_fast_path, with_own_code
+from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS, DynamoObserver, global_hooks, no_fast_path, with_own_code
 from lightning_ort.compiler.executors.executable import Account
 from lightning_ort.compiler.plan import Fallback
 from lightning_ort.lightning.growing_lists import GrowingLists, appended_attributes
@@ -60,7 +60,8 @@ class CompiledMethods:
         # weakly: what Dynamo keeps with the code of a method has the backend, and no collector sees that way
         backend.on_graph, backend.on_fallback = _weak(self._on_graph), _weak(self._on_fallback)
         self._backend = backend
-        self._compiled: dict[Hashable, Callable[..., Any]] = {}
+        # what of it was compiled, and as what: users may put another method in its place
+        self._compiled: dict[Hashable, tuple[Callable[..., Any], Callable[..., Any]]] = {}
         self._lists = GrowingLists(module.__dict__)
         self._open_sizes = OpenSizes(module)
         self._begun: Counter[tuple[Hashable, bool]] = Counter()
@@ -82,16 +83,18 @@ class CompiledMethods:
 
     def __call__(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call the module's method ``name``."""
-        mode = self._mode(name)
-        compiled, sizes = self._compiled.get(mode[0]), NOTHING
+        mode, method, sizes = self._mode(name), getattr(self.module, name), NOTHING
+        key = mode[0], global_hooks()
+        original, compiled = self._compiled.get(key, (None, None))
         if self._begun[mode] < _BEGINNING:
             sizes = self._open_sizes.expecting(name, (args, kwargs), self._trainer)
             self._begun[mode] += 1
-        if compiled is None:
-            method = self._method(name)
-            self._lists.expect(appended_attributes(type(self.module), method))
+        if compiled is None or original != method:
+            function = self._method(name)
+            self._lists.expect(appended_attributes(type(self.module), function))
             # dynamic=None: other sizes become symbolic once they have changed
-            compiled = self._compiled[mode[0]] = torch.compile(with_own_code(method), backend=self._backend)
+            compiled = torch.compile(with_own_code(function), backend=self._backend)
+            self._compiled[key] = method, compiled
         outer, self._running = self._running, self.report.step(f"{self._prefix}{name}")
         self._running.calls += 1
         if outer is None and (timeline.present is not None or self._running.calls >= self._running.timing.due):
@@ -108,7 +111,7 @@ class CompiledMethods:
             self._discard()
             if self._observer.failures != failures:
                 # Dynamo leaves the function to Python for good, but the next data may be right
-                del self._compiled[mode[0]]
+                del self._compiled[key]
             raise
         finally:
             self._lists.remove()

@@ -107,6 +107,10 @@ class _Maker:
         names = {"new": new, "a": self._pick((1, 3), 0), "a4": self._pick((2, 3), 4), "b4": self._pick((1, 3), 4)}
         if any(v is None and "{" + k + "}" in block for k, v in names.items()):
             return "", False
+        # autograd takes no notice of these writes: eager's gradients of what has read the weights before are wrong
+        written = [w for w in ("self.w", "self.v") if f"{w}.data" in block or "_foreach" in block]
+        if any(w in statement for w in written for statement in self.statements):
+            return "", False
         text = block
         for key, value in names.items():
             text = text.replace("{" + key + "}", str(value))

@@ -1,0 +1,177 @@
+"""What users change of a module, or in it, after its steps were compiled."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback
+from modules import CLASSES, FEATURES, Classifier, table
+from parity import assert_fit_parity, make_trainer, needs_ort, quiet, step_report
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+
+pytestmark = needs_ort
+
+
+class Clipped(Classifier):
+    """Weights of a critic, as in a Wasserstein GAN."""
+
+    def training_step(self, batch, batch_idx):
+        for p in self.parameters():
+            p.data.clamp_(-0.05, 0.05)
+        return super().training_step(batch, batch_idx)
+
+
+class Binary(Classifier):
+    """Computes with the signs of weights, and updates the weights."""
+
+    def training_step(self, batch, batch_idx):
+        weight = self.net[0].weight
+        kept = weight.data.clone()
+        weight.data = weight.data.sign()
+        loss = super().training_step(batch, batch_idx)
+        weight.data = kept
+        return loss
+
+
+class Target(Classifier):
+    """A target network by moving average that nobody has frozen."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.target = copy.deepcopy(self.net)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        loss = loss + F.mse_loss(self.net(batch[0]), self.target(batch[0]).detach())
+        for old, new in zip(self.target.parameters(), self.net.parameters(), strict=True):
+            old.data.copy_(0.5 * old.data + 0.5 * new.data)
+        return loss
+
+
+class Shrunk(Classifier):
+    def training_step(self, batch, batch_idx):
+        vector = nn.utils.parameters_to_vector(self.net.parameters())
+        nn.utils.vector_to_parameters(vector.detach() * 0.9, self.net.parameters())
+        return super().training_step(batch, batch_idx)
+
+
+class ShrunkTogether(Classifier):
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            torch._foreach_mul_(list(self.parameters()), 0.9)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("kind", [Clipped, Binary, Target, Shrunk, ShrunkTogether])
+def test_weights_written_past_autograd(kind):
+    """Torch does not count these writes. The step runs in torch, and the report says so."""
+    _, other = assert_fit_parity(kind, table, in_ort=())
+    assert any("changed in place" in t.reason for t in step_report(other.trainer, "training_step").in_torch)
+
+
+class _Later(Callback):
+    """Registers a hook in the middle of a fit, and takes it back."""
+
+    def __init__(self, register) -> None:
+        self.register, self.handle = register, None
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_step == 20:
+            self.handle = self.register(module.net)
+        if trainer.global_step == 40:
+            self.handle.remove()
+
+
+def _forward(net):
+    return net[1].register_forward_hook(lambda module, args, output: output * 0.5)
+
+
+def _forward_pre(net):
+    return net[1].register_forward_pre_hook(lambda module, args: (args[0] + 0.1,))
+
+
+def _backward(net):
+    return net[-1].register_full_backward_hook(lambda module, before, after: (before[0] * 0,))
+
+
+def _of_all(net):
+    first = net[0]
+    return register_module_forward_hook(lambda module, args, output: output * 0.5 if module is first else None)
+
+
+@pytest.mark.parametrize("register", [_forward, _forward_pre, _backward, _of_all])
+def test_hooks_that_come_and_go(register):
+    assert_fit_parity(Classifier, table, in_ort=(), callbacks=lambda: [_Later(register)])
+
+
+def test_features_of_a_second_prediction():
+    found = []
+    for strategy in ("auto", "ort"):
+        torch.manual_seed(0)
+        module, trainer, features = Classifier(), make_trainer(strategy), []
+        module.predict_step = lambda batch, batch_idx, module=module: module.net(batch[0])
+        with quiet():
+            trainer.predict(module, table())
+            module.net[0].register_forward_hook(lambda m, args, output, kept=features: kept.append(output.clone()))
+            trainer.predict(module, table())
+        found.append(features)
+    assert len(found[0]) == len(found[1]) > 0
+    torch.testing.assert_close(found[1], found[0])
+
+
+class TwoPhases(Classifier):
+    """Trains otherwise after a while."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if self.trainer.global_step == 25:
+            self.training_step = self.second_phase
+
+    def second_phase(self, batch, batch_idx):
+        self.log("second", 1.0)
+        return 3 * Classifier.training_step(self, batch, batch_idx)
+
+
+def test_a_step_that_is_replaced():
+    assert_fit_parity(TwoPhases, table)
+
+
+class Padded(Classifier):
+    """An encoder over sequences, whose padding torch leaves out in evaluation and fills with zeros."""
+
+    norm: nn.Module | None = None
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        layer = nn.TransformerEncoderLayer(FEATURES, 2, 16, dropout=0.1, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, norm=copy.deepcopy(self.norm))
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def loss(self, batch, at_the_end=True):
+        x, y = batch
+        sequences = torch.stack([x, 2 * x, -x], 1)
+        padding = torch.zeros(sequences.shape[:2], dtype=torch.bool)
+        padding[1:, 1:] = True
+        if not at_the_end:
+            padding[1] = torch.tensor([True, False, False])
+        return F.cross_entropy(self.head(self.encoder(sequences, src_key_padding_mask=padding).mean(1)), y)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch))
+        self.log("val_other", self.loss(batch, at_the_end=False))
+
+
+class PaddedAndNormalized(Padded):
+    norm = nn.LayerNorm(FEATURES)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", [Padded, PaddedAndNormalized])
+def test_padding_of_an_encoder_in_evaluation(kind):
+    assert_fit_parity(kind, table, lambda: table(160, seed=2), still=("net",))
