@@ -123,8 +123,7 @@ def require_onnxruntime() -> OnnxRuntime:
             )
         raise OnnxRuntimeNotFoundError(
             f"lightning_ort needs ONNX Runtime {MINIMUM_VERSION} or later, but none is installed. Install exactly one "
-            'of its distributions, for example: pip install "lightning-ort[cpu]" (or [stock], or [cuda] for NVIDIA '
-            "GPUs).",
+            f'of its distributions: pip install "onnxruntime>={MINIMUM_VERSION}", or "onnxruntime-gpu" for GPUs.',
             [f'pip install "onnxruntime>={MINIMUM_VERSION}"', f'pip install "onnxruntime-gpu>={MINIMUM_VERSION}"'],
         )
     try:

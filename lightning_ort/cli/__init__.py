@@ -110,7 +110,10 @@ def _problem(needs_onnxruntime: bool) -> str | None:
 
     if not _JSONARGPARSE_SIGNATURES_AVAILABLE:
         wanted = _JSONARGPARSE_SIGNATURES_AVAILABLE.requirement
-        return f'The command line needs {wanted}, which is not installed: pip install "lightning-ort[cli]"'
+        return (
+            f"The command line needs the extra [cli] of this package, {wanted}, which is not installed: "
+            f'pip install "{wanted}"'
+        )
     if needs_onnxruntime:
         try:
             require_onnxruntime()

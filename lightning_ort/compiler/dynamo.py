@@ -236,6 +236,7 @@ class DynamoObserver(logging.Handler):
         self._started: float | None = None
         self._timer: threading.Timer | None = None
         self._announced = False
+        self._breaks = 0
         self._last_metrics: Any = None
         self._silence = {name: _Silence(beginning, self._count) for name, beginning in self._FAILURES.items()}
         self.compilations = 0
@@ -253,6 +254,9 @@ class DynamoObserver(logging.Handler):
 
     def remove(self) -> None:
         """Stop watching."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         for callbacks, mine in (
             (callback_handler.start_callbacks, self._on_start),
             (callback_handler.end_callbacks, self._on_end),

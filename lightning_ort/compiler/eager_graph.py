@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -116,7 +117,7 @@ def _by_storage(values: Sequence[Any]) -> dict[int, list[int]]:
     return numbers
 
 
-_ATTRIBUTES: dict[Any, list[str]] = {}
+_ATTRIBUTES: weakref.WeakKeyDictionary[type, list[str]] = weakref.WeakKeyDictionary()
 
 
 def _attributes(kind: type) -> list[str]:
