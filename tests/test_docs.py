@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,19 @@ def test_links_and_pictures_of_the_readme_are_there() -> None:
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / "README.md").read_text(encoding="utf-8"))
     assert "docs/report.md" in links and any(link.endswith(".svg") for link in links)
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_all_options_of_the_strategy_are_told() -> None:
+    text = (ROOT / "docs" / "strategy.md").read_text(encoding="utf-8")
+    told: dict[str, str] = {}
+    for names, default in re.findall(r"^\| (`.*?) \| (.*?) \|", text, re.M):
+        told |= dict.fromkeys(re.findall(r"`(\w+)`", names), default)
+    parameters = inspect.signature(ORTStrategy).parameters
+    assert set(told) == set(parameters) - {"kwargs"}
+    for name, parameter in parameters.items():
+        if parameter.default is not None and name != "kwargs":
+            value = parameter.default
+            assert told[name] == (f'`"{value}"`' if isinstance(value, str) else f"`{value}`"), name
 
 
 def test_every_block_is_known() -> None:
