@@ -94,8 +94,8 @@ def test_a_fit(races):
     (run,) = call.graphs
     (graph,) = step.each_graph
     assert run.graph is graph and (graph.executor, graph.speed, graph.gradients) == ("onnxruntime", 2.0, True)
-    # as often as long in torch as it was measured to be
-    saved = sum(c.graphs[0].seconds for c in usual) / len(usual)
+    # as often as long in torch as it was measured to be, but by no more than the difference of that
+    saved = sum(min(c.graphs[0].seconds, 1e-3) for c in usual) / len(usual)
     assert figures.seconds_in_torch == pytest.approx(figures.seconds + saved)
     assert figures.pays_from == math.ceil(step.compile_seconds / (figures.seconds_in_torch - figures.seconds))
 
