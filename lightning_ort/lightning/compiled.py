@@ -15,7 +15,7 @@ from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS, DynamoObserver, global_hooks, no_fast_path, with_own_code
 from lightning_ort.compiler.executors.executable import Account
 from lightning_ort.compiler.plan import Fallback
-from lightning_ort.lightning.growing_lists import GrowingLists, appended_attributes
+from lightning_ort.lightning.growing_lists import GrowingLists
 from lightning_ort.lightning.interrupts import Interrupts
 from lightning_ort.lightning.open_sizes import OpenSizes
 from lightning_ort.lightning_packages import pl, rank_zero_info
@@ -62,7 +62,7 @@ class CompiledMethods:
         self._backend = backend
         # what of it was compiled, and as what: users may put another method in its place
         self._compiled: dict[Hashable, tuple[Callable[..., Any], Callable[..., Any]]] = {}
-        self._lists = GrowingLists(module.__dict__)
+        self._lists = GrowingLists(module)
         self._open_sizes = OpenSizes(module)
         self._begun: Counter[tuple[Hashable, bool]] = Counter()
         self._trainer: pl.Trainer | None = None
@@ -91,7 +91,7 @@ class CompiledMethods:
             self._begun[mode] += 1
         if compiled is None or original != method:
             function = self._method(name)
-            self._lists.expect(appended_attributes(type(self.module), function))
+            self._lists.expect(name, function)
             # dynamic=None: other sizes become symbolic once they have changed
             compiled = torch.compile(with_own_code(function), backend=self._backend)
             self._compiled[key] = method, compiled
@@ -101,7 +101,7 @@ class CompiledMethods:
             self._begin_timing(self._running)
         compilations, failures = self._observer.compilations, self._observer.failures
         self._before(name)
-        self._lists.place()
+        self._lists.place(name)
         try:
             with self._around(), sizes:
                 result = compiled(*args, **kwargs)

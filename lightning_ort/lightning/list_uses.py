@@ -1,0 +1,392 @@
+"""Which lists a step lets grow, and does nothing else with than a stand-in can: read from the source of all it reaches.
+
+Too much is taken for reached rather than too little, and an expression that is not known to be harmless for harmful.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import dis
+import functools
+import inspect
+import linecache
+import sys
+import sysconfig
+import types
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from lightning_ort.compiler.dynamo import LIBRARIES
+
+__all__ = ["ListUses", "uses_of_lists"]
+
+_GROW = frozenset({"append", "extend", "insert"})
+_OF_LISTS = _GROW | {"clear", "copy", "count", "index", "pop", "remove", "reverse", "sort"}
+_READERS = frozenset({"all", "any", "bool", "len", "list", "max", "min", "set", "sorted", "sum", "tuple"})
+"""builtins that keep nothing of a list but its elements"""
+_OF_DICTIONARIES = frozenset({"clear", "keys", "update"})
+_ENTRIES = frozenset({"get", "pop", "setdefault"})
+"""methods that return a value of a dictionary"""
+_ANYTHING = frozenset({"__dict__", "__getattribute__", "__getstate__", "attrgetter", "methodcaller"})
+_ANYTHING_BUILTIN = frozenset({"eval", "exec", "vars"})
+"""names by which code reaches attributes that it does not name"""
+_FUTURE_ANNOTATIONS = annotations.compiler_flag
+_CONTAINERS = (list, tuple, set, frozenset, dict)
+_HOOKS = (
+    "backward",
+    "configure_gradient_clipping",
+    "lr_scheduler_step",
+    "on_after_backward",
+    "on_before_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "optimizer_step",
+    "optimizer_zero_grad",
+)
+"""called while a step runs that optimizes by itself"""
+_NOT_IN_STEPS = frozenset(
+    {"__copy__", "__deepcopy__", "__getstate__", "__init__", "__init_subclass__", "__new__", "__reduce__"}
+    | {"__reduce_ex__", "__repr__", "__setstate__", "__str__"}
+)
+"""methods that are read only where their name stands"""
+_FRAMEWORKS = frozenset(
+    {"lightning", "lightning_fabric", "lightning_ort", "lightning_utilities", "numpy", "pytorch_lightning", "torch"}
+    | {"torchmetrics"}
+)
+"""packages that know no attribute of a user"""
+_STANDARD = sysconfig.get_path("stdlib")
+
+
+class ListUses(NamedTuple):
+    """Attributes with lists that may be stood in for during one step.
+
+    Attributes:
+        lists: names of the lists that grow.
+        dictionaries: names of the dictionaries with lists that grow.
+    """
+
+    lists: frozenset[str] = frozenset()
+    dictionaries: frozenset[str] = frozenset()
+
+
+def uses_of_lists(module: nn.Module, method: Callable[..., Any]) -> ListUses:
+    """The lists that ``method`` of ``module`` lets grow, and of which nothing it reaches sees more than a list has."""
+    uses = _Uses()
+    for function in _Reached(module, method):
+        uses.read(function)
+    if uses.refuses_all:
+        return ListUses()
+    return ListUses(
+        frozenset(uses.growing_lists - uses.no_lists), frozenset(uses.growing_dictionaries - uses.no_dictionaries)
+    )
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+def _loaded(code: types.CodeType, is_such: Callable[[str], bool]) -> Counter[str]:
+    """How often instructions of such names load each name."""
+    return Counter(str(i.argval) for c in _codes(code) for i in dis.get_instructions(c) if is_such(i.opname))
+
+
+def _is_global(instruction: str) -> bool:
+    return instruction in ("LOAD_GLOBAL", "LOAD_NAME")
+
+
+def _is_attribute(instruction: str) -> bool:
+    return instruction.startswith("LOAD") and ("ATTR" in instruction or "METHOD" in instruction)
+
+
+def _package(module: str | None) -> str:
+    return (module or "").partition(".")[0]
+
+
+class _Reached:
+    """Iterates over the functions of users that ``method`` may call, found by name.
+
+    A name may be a method of the module, of its base classes, of a submodule, of an object that is an attribute, of a
+    callback, or a global. Which object it is asked of is not looked at: too many are found rather than too few.
+    """
+
+    def __init__(self, module: nn.Module, method: Callable[..., Any]) -> None:
+        self._names: set[str] = set()
+        self._owners: set[type] = set()
+        self._seen: set[types.FunctionType] = set()
+        self._pending: list[tuple[types.FunctionType, bool]] = []
+        self._packages = {_package(base.__module__) for base in type(module).__mro__} - _FRAMEWORKS
+        self._add(method)
+        self._add_class(type(module))
+        for each in module.modules():
+            self._add_class(type(each))
+            for hooks in (each._forward_hooks, each._forward_pre_hooks, each._backward_hooks, each._backward_pre_hooks):
+                for hook in hooks.values():
+                    self._add(hook)
+        for value in vars(module).values():
+            self._add(value)
+        for callback in getattr(getattr(module, "_trainer", None), "callbacks", ()):
+            self._add_class(type(callback))
+        if not getattr(module, "automatic_optimization", True):
+            for name in _HOOKS:
+                self._add_name(name)
+
+    def __iter__(self) -> Iterator[types.FunctionType]:
+        while self._pending:
+            function, of_user = self._pending.pop()
+            for cell in function.__closure__ or ():
+                try:
+                    self._add(cell.cell_contents, mentioned=True)
+                except ValueError:  # not bound yet
+                    continue
+            self._add(getattr(function, "__wrapped__", None))
+            if not of_user:
+                continue
+            names = {name for code in _codes(function.__code__) for name in code.co_names}
+            package = function.__globals__.get("__package__")
+            for name in names:
+                self._add_name(name)
+            for name in _loaded(function.__code__, _is_global):
+                self._add(function.__globals__.get(name), mentioned=True)
+            for name in names:  # functions of other files, by their module
+                for space in (
+                    function.__globals__.get(name),
+                    sys.modules.get(name),
+                    sys.modules.get(f"{package}.{name}"),
+                ):
+                    if isinstance(space, types.ModuleType) and _package(space.__name__) not in _FRAMEWORKS:
+                        for other in names:
+                            self._add(vars(space).get(other), mentioned=True)
+            yield function
+
+    def _of_user(self, function: types.FunctionType) -> bool:
+        """Whether a function may know attributes of the module: none of a library, unless the module is of that."""
+        file, package = function.__code__.co_filename, _package(function.__globals__.get("__name__"))
+        standard = file.startswith((_STANDARD, "<frozen ")) and "site-packages" not in file
+        if package in _FRAMEWORKS or standard:
+            return False
+        return package in self._packages or not file.startswith(LIBRARIES)
+
+    def _add_name(self, name: str) -> None:
+        if name not in self._names:
+            self._names.add(name)
+            for owner in list(self._owners):
+                self._add_attribute(owner, name)
+
+    def _add_attribute(self, owner: type, name: str) -> None:
+        for base in owner.__mro__:
+            if name in vars(base):
+                self._add(vars(base)[name])
+
+    def _add_class(self, owner: type, instantiated: bool = False) -> None:
+        if instantiated:
+            self._add_attribute(owner, "__init__")
+        if owner in self._owners or _package(owner.__module__) in _FRAMEWORKS or owner.__module__ == "builtins":
+            return
+        self._owners.add(owner)
+        special = {n for base in owner.__mro__ for n in vars(base) if n.startswith("__") and n.endswith("__")}
+        for name in self._names | (special - _NOT_IN_STEPS) | {"forward"}:
+            self._add_attribute(owner, name)
+
+    def _add(self, value: Any, mentioned: bool = False) -> None:
+        if isinstance(value, (staticmethod, classmethod, types.MethodType)):
+            if isinstance(value, types.MethodType):
+                self._add_class(value.__self__ if isinstance(value.__self__, type) else type(value.__self__))
+            self._add(value.__func__)
+        elif isinstance(value, (functools.partial, functools.cached_property)):
+            self._add(value.func)
+        elif isinstance(value, property):
+            for function in (value.fget, value.fset, value.fdel):
+                self._add(function)
+        elif isinstance(value, types.FunctionType):
+            if value not in self._seen:
+                self._seen.add(value)
+                self._pending.append((value, self._of_user(value)))
+        elif isinstance(value, type):
+            self._add_class(value, instantiated=mentioned)
+        elif isinstance(value, _CONTAINERS):
+            for entry in value.values() if isinstance(value, dict) else value:
+                if not isinstance(entry, _CONTAINERS):
+                    self._add(entry)
+        elif value is not None and not isinstance(value, types.ModuleType):
+            self._add_class(type(value))
+            for entry in list(getattr(value, "__dict__", {}).values()):
+                if isinstance(entry, (types.FunctionType, types.MethodType, functools.partial)):
+                    self._add(entry)
+
+
+class _Uses:
+    """Sorts what functions do with attributes by whether a stand-in does it like a list, or a dictionary of them."""
+
+    def __init__(self) -> None:
+        self.refuses_all = False
+        self.growing_lists: set[str] = set()
+        self.growing_dictionaries: set[str] = set()
+        self.no_lists: set[str] = set()
+        self.no_dictionaries: set[str] = set()
+
+    def read(self, function: types.FunctionType) -> None:
+        """Look at every attribute that ``function`` loads."""
+        codes = list(_codes(function.__code__))
+        names = {name for code in codes for name in code.co_names}
+        global_names = _loaded(function.__code__, _is_global)
+        if names & _ANYTHING or global_names.keys() & _ANYTHING_BUILTIN:
+            self.refuses_all = True
+        loads = _loaded(function.__code__, _is_attribute)
+        definition, compiled = _source(function)
+        if definition is None:
+            self._refuse(loads)
+            self.refuses_all |= "getattr" in global_names
+            return
+        scope = _Scope(definition.body, function, names)
+        # the file may be another than the one that was imported
+        in_source = Counter({scope.name(name): number for name, number in compiled.items()})
+        self._refuse(name for name, number in loads.items() if number != in_source[name])
+        for attribute in scope.nodes(ast.Attribute):
+            changed = isinstance(attribute.ctx, ast.Store) and isinstance(scope.parents[attribute], ast.AugAssign)
+            if isinstance(attribute.ctx, ast.Load) or changed:
+                self._classify(scope, scope.name(attribute.attr), attribute)
+        for node in scope.nodes(ast.Name):
+            if node.id == "getattr":
+                self._classify_getattr(scope, scope.parents[node])
+
+    def _refuse(self, names: Iterable[str]) -> None:
+        self.no_lists.update(names)
+        self.no_dictionaries.update(names)
+
+    def _classify(self, scope: _Scope, name: str, node: ast.Attribute) -> None:
+        grows = scope.use_of_list(node)
+        if grows is None:
+            self.no_lists.add(name)
+        elif grows:
+            self.growing_lists.add(name)
+        grows = scope.use_of_dictionary(node)
+        if grows is None:
+            self.no_dictionaries.add(name)
+        elif grows:
+            self.growing_dictionaries.add(name)
+
+    def _classify_getattr(self, scope: _Scope, call: ast.AST) -> None:
+        match call:
+            case ast.Call(func=ast.Name(id="getattr"), args=[_, ast.Constant(value=str(name)), *_]):
+                self._refuse([name])
+            case ast.Call(func=ast.Name(id="getattr"), args=[ast.Name(id=name), _, *_]) if scope.is_module(name):
+                return
+            case _:
+                self.refuses_all = True
+
+
+def _source(function: types.FunctionType) -> tuple[ast.FunctionDef | ast.AsyncFunctionDef | None, Counter[str]]:
+    """Definition of a function, parsed, and how often it loads each attribute; ``None`` where there is no source."""
+    code = function.__code__
+    try:
+        # not inspect.getsource, which looks at every module there is
+        lines = linecache.getlines(code.co_filename, function.__globals__)
+        source = "".join(inspect.getblock(lines[code.co_firstlineno - 1 :]))
+        tree = ast.parse(f"if True:\n{source}" if source[:1].isspace() else source)
+        future = code.co_flags & _FUTURE_ANNOTATIONS
+        compiled = compile(tree, "<source>", "exec", flags=future, dont_inherit=True)
+    except (SyntaxError, ValueError, IndexError):
+        return None, Counter()
+    match tree.body:
+        case [ast.FunctionDef() | ast.AsyncFunctionDef() as definition]:
+            pass
+        case [ast.If(body=[ast.FunctionDef() | ast.AsyncFunctionDef() as definition])]:
+            pass
+        case _:
+            return None, Counter()
+    bodies = [c for c in compiled.co_consts if isinstance(c, types.CodeType) and c.co_name == code.co_name]
+    return (definition, _loaded(bodies[-1], _is_attribute)) if bodies else (None, Counter())
+
+
+class _Scope:
+    """The source of a function, with the place of each node.
+
+    Each ``use_of_`` gives whether something grows there, or ``None`` if a stand-in could be told from a list.
+    """
+
+    def __init__(self, body: list[ast.stmt], function: types.FunctionType, names: set[str]) -> None:
+        self._nodes = [node for statement in body for node in ast.walk(statement)]
+        self.parents = {child: node for node in self._nodes for child in ast.iter_child_nodes(node)}
+        self._globals = function.__globals__
+        self._locals = {n for code in _codes(function.__code__) for n in (*code.co_varnames, *code.co_cellvars)}
+        self._locals.update(function.__code__.co_freevars)
+        self._private = {n for n in names if n.startswith("_") and "__" in n[1:]}
+
+    def nodes(self, kind: type[Any]) -> Iterator[Any]:
+        return (node for node in self._nodes if isinstance(node, kind))
+
+    def name(self, name: str) -> str:
+        """An attribute's name, as the class changes private ones."""
+        if name.startswith("__") and not name.endswith("__"):
+            return next((n for n in self._private if n.endswith(name)), name)
+        return name
+
+    def is_module(self, name: str) -> bool:
+        return name not in self._locals and isinstance(self._globals.get(name), types.ModuleType)
+
+    def _is_builtin(self, name: str) -> bool:
+        return name not in self._locals and name not in self._globals and hasattr(builtins, name)
+
+    def use_of_list(self, node: ast.expr) -> bool | None:
+        parent = self.parents.get(node)
+        match parent:
+            case ast.Attribute(attr=method) if method in _OF_LISTS and self._is_called(parent):
+                return method in _GROW
+            case ast.Call(func=ast.Name(id=reader), args=[only], keywords=_) if only is node:
+                return False if reader in _READERS and self._is_builtin(reader) else None
+            case ast.Subscript(value=value) if value is node:
+                return False
+            case ast.AugAssign(target=target, op=ast.Add()) if target is node:
+                return True
+            case ast.For(iter=iterated) | ast.comprehension(iter=iterated, is_async=0) if iterated is node:
+                return False
+            case ast.Compare(ops=[ast.In() | ast.NotIn()], comparators=[container]) if container is node:
+                return False
+            case ast.Expr():
+                return False
+        return False if self._is_test(node) else None
+
+    def use_of_dictionary(self, node: ast.expr) -> bool | None:
+        parent = self.parents.get(node)
+        match parent:
+            case ast.Subscript(value=value, ctx=ast.Load()) if value is node:
+                return self.use_of_list(parent)
+            case ast.Subscript(value=value) if value is node:
+                changed = self.parents[parent]
+                return isinstance(changed, ast.AugAssign) and isinstance(changed.op, ast.Add)
+            case ast.Attribute(attr=method) if method in _OF_DICTIONARIES and self._is_called(parent):
+                return False
+            case ast.Attribute(attr=method) if method in _ENTRIES and self._is_called(parent):
+                return self.use_of_list(self.parents[parent])  # type: ignore[arg-type]
+            case ast.Call(func=ast.Name(id="len" | "bool" as reader)):
+                return False if self._is_builtin(reader) else None
+            case ast.For(iter=iterated) | ast.comprehension(iter=iterated, is_async=0) if iterated is node:
+                return False
+            case ast.Compare(ops=[ast.In() | ast.NotIn()], comparators=[container]) if container is node:
+                return False
+        return False if self._is_test(node) else None
+
+    def _is_called(self, node: ast.AST) -> bool:
+        call = self.parents.get(node)
+        return isinstance(call, ast.Call) and call.func is node
+
+    def _is_test(self, node: ast.AST) -> bool:
+        """Whether only the truth of the value is looked at."""
+        parent = self.parents.get(node)
+        match parent:
+            case ast.UnaryOp(op=ast.Not()):
+                return True
+            case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test) | ast.Assert(test=test):
+                return test is node
+            case ast.comprehension(ifs=tests):
+                return node in tests
+            case ast.BoolOp():
+                return self._is_test(parent)
+        return False
