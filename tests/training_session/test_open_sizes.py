@@ -161,3 +161,50 @@ def test_sizes_are_compared_by_name_and_by_expression() -> None:
     assert "where 2*in-0 is 8" in (mismatch(infos, [(7, 3), (4, 7), (4,)]) or "")
     # what is no expression of other names is a name
     assert mismatch([InputInfo("a", torch.float32, ("x*y", "x*y"))], [(3, 3)]) is None
+
+
+NEAREST = 'mode="nearest", coordinate_transformation_mode="asymmetric", nearest_mode="floor"'
+LAYERS: dict[str, tuple[str, dict[str, tuple[int, ...]]]] = {
+    "Resize": (
+        "(float[b,1,8,8] x) => (float loss) { s = Constant<value = float[4] {1.0, 1.0, 2.0, 2.0}>() h = Mul(x, w) "
+        f"u = Resize<{NEAREST}>(h, , s) q = Mul(u, u) loss = ReduceMean<keepdims=0>(q) }}",
+        {"w": (1,)},
+    ),
+    "LSTM": (
+        "(float[5,b,3] x) => (float loss) { y, h = LSTM<hidden_size=4>(x, w, r) loss = ReduceMean<keepdims=0>(y) }",
+        {"w": (1, 16, 3), "r": (1, 16, 4)},
+    ),
+    "GRU": (
+        "(float[5,b,3] x) => (float loss) { y, h = GRU<hidden_size=4, linear_before_reset=1>(x, w, r) "
+        "loss = ReduceMean<keepdims=0>(y) }",
+        {"w": (1, 12, 3), "r": (1, 12, 4)},
+    ),
+    "InstanceNormalization": (
+        "(float[b,3,4] x) => (float loss) { y = InstanceNormalization(x, w, c) z = Mul(y, x) "
+        "loss = ReduceMean<keepdims=0>(z) }",
+        {"w": (3,), "c": (3,)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_gradient_of_a_loss_is_an_input_where_the_batch_is_open(name: str) -> None:
+    text, shapes = LAYERS[name]
+    weights = {n: floats(*s, seed=i) for i, (n, s) in enumerate(shapes.items())}
+    model = parse(f"g {text}", 18, **weights)
+    data = gradient_model(model, {"loss"}, set(weights), "")
+    settings = TrainingParameters()
+    settings.loss_output_name, settings.training_optimizer_name = "loss", "SGDOptimizer"
+    session = TrainingSession(model.SerializeToString(), settings)
+    for batch in (3, 2):
+        shape = [d.dim_value or batch for d in model.graph.input[0].type.tensor_type.shape.dim]
+        x = floats(*shape, seed=batch)
+        module = to_torch(model, list(weights))
+        (loss,) = module(torch.from_numpy(x))
+        loss.backward()
+        assert run(model.SerializeToString(), {"x": x})["loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
+        results = run(data, {"x": x, "loss_grad": np.array(2, np.float32)})
+        for path, n in module.parameter_names.items():
+            np.testing.assert_allclose(results[f"{n}_grad"], 2 * module.get_parameter(path).grad, rtol=1e-4, atol=1e-6)
+        (got,) = session.run(["loss"], {"x": x, "Learning_Rate": [0.0]})
+        assert got == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)

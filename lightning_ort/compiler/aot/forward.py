@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_ort.compiler.decompositions.registry import composites
+from lightning_ort.compiler.functional_graph import plain_kernels
 from lightning_ort.onnx_reader import OnnxModule
 
-__all__ = ["Forward", "Region", "region_of", "weighted_sum"]
+__all__ = ["Forward", "Region", "region_of", "run_fake", "weighted_sum"]
 
 
 @dataclasses.dataclass
@@ -87,3 +93,15 @@ def weighted_sum(outputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor
     """Sum of the sums of ``outputs``, each times its weight."""
     terms = [(o if w is None else o * w).sum() for o, w in zip(outputs, weights, strict=True)]
     return functools.reduce(torch.add, terms)
+
+
+def run_fake(region: Region, mode: FakeTensorMode, inputs: Sequence[torch.Tensor]) -> list[Any]:
+    """Results of ``region`` on fake tensors of ``mode``, by the operators with which it is traced.
+
+    torch's own kernels would take some open sizes for numbers.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tracing(TracingContext(mode)))
+        for context in (mode, torch.no_grad(), enable_python_dispatcher(), composites(), plain_kernels()):
+            stack.enter_context(context)
+        return fx.Interpreter(region.module).run(*inputs)

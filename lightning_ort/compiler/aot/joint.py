@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch._guards import TracingContext, tracing
 
-from lightning_ort.compiler.aot.forward import Forward, region_of
+from lightning_ort.compiler.aot.forward import Forward, region_of, run_fake
 from lightning_ort.compiler.aot.inputs import Fakes, InputInfo, usual_hints
 from lightning_ort.compiler.aot.requirements import required_sizes
 from lightning_ort.compiler.aot.sizes import bound, independent, varying
@@ -195,11 +195,12 @@ def _incoming(
     if not incoming:
         return []
     plain = region_of(module, module.output_names[:1], [])
-    with fakes.mode, torch.no_grad():
-        try:
-            _, *results = fx.Interpreter(plain.module).run(*[x.detach().clone() for x in inputs])
-        except Exception as error:
-            raise Untraceable(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}") from error
+    with fakes.mode:
+        copies = [x.detach().clone() for x in inputs]
+    try:
+        _, *results = run_fake(plain, fakes.mode, copies)
+    except Exception as error:
+        raise Untraceable(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}") from error
     outputs = dict(zip(module.output_names, results, strict=True))
     return [fakes.fake_like(outputs[name]) for name in incoming]
 

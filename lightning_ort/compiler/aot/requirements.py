@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import sympy
 import torch
-from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
-from lightning_ort.compiler.aot.forward import Region
+from lightning_ort.compiler.aot.forward import Region, run_fake
 from lightning_ort.compiler.aot.inputs import HINTS, InputInfo
 from lightning_ort.compiler.aot.sizes import Size, size_text, varying
-from lightning_ort.compiler.decompositions.registry import composites
-from lightning_ort.compiler.functional_graph import plain_kernels
 
 __all__ = ["required_sizes"]
 
@@ -175,13 +169,9 @@ def _solution(zero: sympy.Expr, order: Sequence[sympy.Symbol]) -> tuple[sympy.Sy
 def _traced(region: Region, infos: Sequence[InputInfo], equal: Sequence[sympy.Expr]) -> _Attempt:
     attempt = _Attempt(infos, equal)
     tensors = [attempt.mode.from_tensor(t.detach(), static_shapes=True) for t in region.tensors.values()]
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(tracing(TracingContext(attempt.mode)))
-        for context in (attempt.mode, torch.no_grad(), enable_python_dispatcher(), composites(), plain_kernels()):
-            stack.enter_context(context)
-        try:
-            fx.Interpreter(region.module).run(*tensors, *attempt.inputs)
-        except Exception:
-            # whatever a module raises where sizes do not fit; what was found until then counts
-            attempt.error = True
+    try:
+        run_fake(region, attempt.mode, [*tensors, *attempt.inputs])
+    except Exception:
+        # whatever a module raises where sizes do not fit; what was found until then counts
+        attempt.error = True
     return attempt
