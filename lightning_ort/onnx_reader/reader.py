@@ -209,8 +209,9 @@ class Reader:
         if row.input_name(position) in row.state:
             return self._state(value, node.input[position])
         first = 1 if node.op_type == "Where" else 0  # the condition is no operand
+        typed = node.op_type == "Pow" and position == 0  # a power is of the type of its base
         # torch takes the element type from the tensors, so one operand has to be one
-        if row.numbers and position >= first and any(isinstance(v, Computed) for v in inputs[first:]):
+        if row.numbers and not typed and position >= first and any(isinstance(v, Computed) for v in inputs[first:]):
             if isinstance(value, Constant) and value.tensor.dim() == 0:
                 return value.tensor.item()
             if isinstance(value, Number) and value.rank == 0:

@@ -12,7 +12,9 @@ import onnx.parser
 import onnxruntime
 import pytest
 import torch
+import torch.nn.functional as F
 
+from lightning_ort import GradientGraphBuilder
 from lightning_ort.onnx_reader import to_torch
 from lightning_ort.onnx_reader.load import STRUCTURE
 from lightning_ort.onnx_reader.reader import CONTROL_FLOW
@@ -339,6 +341,64 @@ CASES: dict[str, Case] = {
     ),
 }  # fmt: skip
 
+ROWS = np.array([[0, 0, 0], [1, -2, 3]], np.float32)
+LARGE = np.array([1, 1e8, np.inf, 2], np.float32)
+TIES = np.random.default_rng(0).integers(0, 3, (4, 9)).astype(np.float32)
+NOOP = ("ReduceSum", "ReduceL1", "ReduceL2", "ReduceSumSquare", "ReduceLogSum", "ReduceLogSumExp")
+WINDOW = "kernel_shape=[2,2], strides=[3,3], pads=[0,0,1,1], ceil_mode=1"
+CASES |= {
+    **{
+        f"{n} over no axes, opset {o}": Case(f"y = {n}<noop_with_empty_axes=1>(x)", {"x": POSITIVE}, o, since=(1, 20))
+        for n in NOOP
+        for o in (18, 20)
+    },
+    "ReduceL1 over an empty list": Case(
+        f"a = {_ints()} y = ReduceL1<noop_with_empty_axes=1>(x, a)", {"x": X}, 18, since=(1, 20)
+    ),
+    **{
+        f"{n} of whole numbers": Case(f"y = {n}(x)", {"x": np.array([[1, 2, 3], [4, 5, 7]], np.int32)}, 18, "int32")
+        for n in ("ReduceL2", "ReduceLogSum", "ReduceLogSumExp")
+    },
+    "CumSum of large numbers": Case(
+        "a = Constant<value = int64 {0}>() y = CumSum<exclusive=1>(x, a) y1 = CumSum<exclusive=1, reverse=1>(x, a)",
+        {"x": LARGE}, out="float float",
+    ),
+    **{
+        f"TopK of equals, largest={n}": Case(f"k = {_ints(4)} y, y1 = TopK<largest={n}>(x, k)", {"x": TIES},
+                                             out="float int64")
+        for n in (0, 1)
+    },
+    "LpPool with cut windows": Case(
+        "y = LpPool<kernel_shape=[3,3], strides=[2,2], pads=[1,0,0,1], ceil_mode=1>(x)", {"x": IMAGE}, 19,
+        since=(1, 20),
+    ),
+    "MaxPool with a window beyond the data": Case(f"y = MaxPool<{WINDOW}>(x)", {"x": IMAGE}, 19, since=(1, 20)),
+    "AveragePool with a window beyond the data": Case(
+        f"y = AveragePool<{WINDOW}>(x) y1 = AveragePool<count_include_pad=1, {WINDOW}>(x)", {"x": IMAGE}, 19,
+        "float float", since=(1, 20),
+    ),
+    **{
+        f"Slice from {start} to {end} by {step}": Case(
+            f"s = {_ints(start)} e = {_ints(end)} a = {_ints(0)} t = {_ints(step)} y = Slice(x, s, e, a, t)",
+            {"x": (5,)},
+        )
+        for start, end, step in ((99, 6, -1), (-10, -20, -1), (-3, -20, -2), (2**31, 1, -1), (3, -(2**31), -1))
+    },
+    "ConvTranspose to a larger shape": Case(
+        "y = ConvTranspose<strides=[3,3], output_shape=[17,16]>(x, w, b)",
+        {"x": (1, 3, 5, 5), "w": (3, 4, 3, 3), "b": (4,)},
+    ),
+    "Pow of a whole number by floats": Case(
+        "b = Constant<value = int64 {3}>() y = Pow(b, x)", {"x": np.array([0.5, 2, 3.2], np.float32)}, out="int64"
+    ),
+    "Pow of a double by floats": Case("b = Constant<value = double {3.3}>() y = Pow(b, x)", {"x": X}, out="double"),
+    "LpNormalization of zeros": Case("y = LpNormalization(x) y1 = LpNormalization<p=1>(x)", {"x": ROWS},
+                                     out="float float"),
+    "Gemm without an infinite term": Case(
+        "y = Gemm<beta=0.0>(x, w, c)", {"x": (2, 3), "w": (3, 2), "c": np.array([np.inf, 1], np.float32)}
+    ),
+}  # fmt: skip
+
 RESIZES = {
     "nearest": 'Resize<mode="nearest", coordinate_transformation_mode="asymmetric", nearest_mode="floor">',
     "nearest round": 'Resize<mode="nearest">',
@@ -372,6 +432,38 @@ def test_operator_computes_what_onnx_runtime_computes(case: Case) -> None:
         assert found.dtype == value.dtype
         assert found.shape == value.shape
         np.testing.assert_allclose(found, value, rtol=2e-5, atol=2e-6)
+
+
+GRADIENTS: dict[str, tuple[str, Any]] = {
+    "y = ReduceL1<noop_with_empty_axes=1>(x)": ("x.abs()", X),
+    "y = ReduceSumSquare<noop_with_empty_axes=1>(x)": ("x * x", X),
+    "a = Constant<value = int64 {0}>() y = CumSum<exclusive=1>(x, a)": (
+        "torch.cat([torch.zeros(1, 3, 4), x[:-1]]).cumsum(0)", X,
+    ),
+    f"k = {_ints(4)} y, i = TopK(x, k)": ("x.sort(stable=True, descending=True).values[:, :4]", TIES),
+    "y = LpPool<kernel_shape=[2,2], strides=[2,2], ceil_mode=1>(x)": (
+        "F.lp_pool2d(F.pad(x.abs(), [0, 0, 0, 1]), 2, 2)", IMAGE,
+    ),
+    "s = Constant<value = float {0.25}>() y = PRelu(x, s)": ("F.prelu(x, torch.tensor([0.25]))", ROWS),
+    "y = LpNormalization(x)": ("F.normalize(x)", X[1:]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("body", GRADIENTS)
+def test_gradients_are_those_of_the_expression_in_torch(body: str) -> None:
+    expression, value = GRADIENTS[body]
+    case = Case(body, {"x": value}, 18)
+    (array,) = case.arrays().values()
+    x = torch.from_numpy(array).requires_grad_()
+    y = eval(expression, {"torch": torch, "F": F, "x": x})
+    weights = torch.rand(y.shape)
+    (y * weights).sum().backward()
+    builder = GradientGraphBuilder(case.model(), ["y"], ["x"], "")
+    builder.build(verify=True)
+    session = onnxruntime.InferenceSession(builder.get_model(), OPTIONS, providers=["CPUExecutionProvider"])
+    got, gradient = session.run(["y", "x_grad"], {"x": array, "y_grad": weights.numpy()})
+    np.testing.assert_allclose(got, y.detach().numpy(), rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(gradient, x.grad.numpy(), rtol=2e-5, atol=2e-6)
 
 
 def test_every_operator_of_the_table_has_a_case() -> None:

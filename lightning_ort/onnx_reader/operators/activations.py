@@ -81,7 +81,7 @@ def selu(x: Tensor, *, alpha: float = 1.67326319217681884765625, gamma: float = 
 @operator("PRelu")
 def prelu(x: Tensor, slope: Tensor) -> Tensor:
     """The slope is broadcast to ``x`` from the right, as in numpy."""
-    return torch.where(x < 0, x * slope, x)
+    return torch.where(x > 0, x, x * slope)
 
 
 @operator("Gelu")

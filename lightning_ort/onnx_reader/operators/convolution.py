@@ -94,10 +94,9 @@ def conv_transpose(
     before, after = _transposed_pads(x, kernel, strides, dilations, extra, pads, auto_pad, output_shape)
     if before == after:
         return _TRANSPOSED[rank](x, weight, bias, strides, before, extra, group, dilations)
-    y = _TRANSPOSED[rank](x, weight, bias, strides, 0, extra, group, dilations)
-    for i in range(rank):
-        y = y.narrow(2 + i, before[i], y.shape[2 + i] - before[i] - after[i])
-    return y
+    y = _TRANSPOSED[rank](x, weight, None, strides, 0, extra, group, dilations)
+    y = padded(y, [-b for b in before], [-a for a in after])
+    return y if bias is None else y + bias.reshape(-1, *[1] * rank)
 
 
 def _transposed_pads(
@@ -119,7 +118,10 @@ def _transposed_pads(
     before, after = [], []
     for n, k, s, d, e, w in zip(sizes, kernel, strides, dilations, extra, wanted, strict=True):
         total = s * (n - 1) + e + (k - 1) * d + 1 - w
-        total = max(total, 0)
+        if total < 0:  # more than there is: nothing is added to what lies beyond
+            before.append(0)
+            after.append(total)
+            continue
         small, large = total // 2, total - total // 2
         before.append(small if auto_pad == "SAME_UPPER" else large)
         after.append(large if auto_pad == "SAME_UPPER" else small)

@@ -98,9 +98,14 @@ def mod(a: Operand, b: Operand, *, fmod: int = 0) -> Tensor:
 
 
 @operator("Pow", numbers=True)
-def pow_(x: Operand, y: Operand) -> Tensor:
-    result = torch.pow(x, y)
-    return result.to(x.dtype) if isinstance(x, Tensor) else result
+def pow_(x: Tensor, y: Operand) -> Tensor:
+    """The result is of the type of ``x``; powers of whole numbers by floats are computed in float64."""
+    if not isinstance(y, Tensor):
+        return torch.pow(x, y).to(x.dtype)
+    wide = torch.promote_types(x.dtype, y.dtype)
+    if wide.is_floating_point and not x.is_floating_point():
+        wide = torch.float64
+    return torch.pow(x.to(wide), y.to(wide)).to(x.dtype)
 
 
 @operator("BitShift")

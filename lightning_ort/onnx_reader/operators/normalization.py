@@ -129,7 +129,9 @@ def lrn(x: Tensor, *, size: int, alpha: float = 1e-4, beta: float = 0.75, bias: 
 
 @operator("LpNormalization")
 def lp_normalization(x: Tensor, *, axis: int = -1, p: int = 2) -> Tensor:
-    return x / torch.linalg.vector_norm(x, p, axis, keepdim=True)
+    norm = torch.linalg.vector_norm(x, p, axis, keepdim=True)
+    zero = norm == 0
+    return torch.where(zero, torch.zeros_like(x), x / torch.where(zero, 1, norm))
 
 
 @operator("MeanVarianceNormalization")

@@ -17,5 +17,7 @@ def topk(
     x: Tensor, k: Any, *, axis: int = -1, largest: int = 1, sorted: int = 1, n_outputs: int
 ) -> Tensor | tuple[Tensor, Tensor]:
     count = k[0] if isinstance(k, (list, tuple)) else k
-    values, indices = torch.topk(x, count, axis, bool(largest), True)
-    return (values, indices) if n_outputs == 2 else values
+    # of equal elements the first one counts; torch.topk takes any
+    values, indices = torch.sort(x, stable=True, dim=axis, descending=bool(largest))
+    values = values.narrow(axis, 0, count)
+    return (values, indices.narrow(axis, 0, count)) if n_outputs == 2 else values

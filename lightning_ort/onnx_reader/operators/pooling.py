@@ -18,6 +18,21 @@ _MAX: dict[int, Any] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 _AVERAGE: dict[int, Any] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
 
+def _full(
+    x: Tensor, kernel: list[int], strides: list[int], dilations: list[int], before: list[Any], after: list[Any]
+) -> list[Any]:
+    """Padding after each axis by which the last window of ``ceil_mode=1`` becomes a whole one.
+
+    A window that would begin beyond the data, in the padding after it, is none.
+    """
+    found = []
+    for n, k, s, d, b, a in zip(x.shape[2:], kernel, strides, dilations, before, after, strict=True):
+        reach = d * (k - 1) + 1
+        last = torch.sym_min(-(-(n + b + a - reach) // s), (n + b - 1) // s)
+        found.append(last * s + reach - n - b)
+    return found
+
+
 def _fits(kernel: list[int], before: list[Any], after: list[Any]) -> bool:
     """Whether torch's pooling can do the padding itself."""
     return before == after and all(isinstance(p, int) and 2 * p <= k for p, k in zip(before, kernel, strict=True))
@@ -42,7 +57,8 @@ def max_pool(
     own = x
     if not _fits(kernel_shape, before, after):
         lowest = float("-inf") if x.is_floating_point() else torch.iinfo(x.dtype).min
-        x, before = padded(x, before, after, lowest), [0] * rank
+        after = _full(x, kernel_shape, strides, dilations, before, after) if ceil_mode else after
+        x, before, ceil_mode = padded(x, before, after, lowest), [0] * rank, 0
     pool = _MAX[rank]
     if n_outputs == 1:
         return pool(x, kernel_shape, strides, before, dilations, bool(ceil_mode))
@@ -78,11 +94,18 @@ def average_pool(
     pool, ceil = _AVERAGE[rank], bool(ceil_mode)
     if _fits(kernel_shape, before, after):
         return pool(x, kernel_shape, strides, before, ceil, bool(count_include_pad))
+    counted = ones_like_plane(x)
     if count_include_pad:
-        return pool(padded(x, before, after), kernel_shape, strides, 0, ceil)
-    total = pool(padded(x, before, after), kernel_shape, strides, 0, ceil)
-    share = pool(padded(ones_like_plane(x), before, after), kernel_shape, strides, 0, ceil)
-    return total / share
+        if not ceil:
+            return pool(padded(x, before, after), kernel_shape, strides)
+        counted = padded(counted, before, after, 1.0)
+        rest = _full(x, kernel_shape, strides, [1] * rank, before, after)
+        counted = padded(counted, [0] * rank, [r - a for r, a in zip(rest, after, strict=True)])
+        after = rest
+    else:
+        after = _full(x, kernel_shape, strides, [1] * rank, before, after) if ceil else after
+        counted = padded(counted, before, after)
+    return pool(padded(x, before, after), kernel_shape, strides) / pool(counted, kernel_shape, strides)
 
 
 @operator("LpPool")
@@ -97,11 +120,14 @@ def lp_pool(
     pads: list[int] | None = None,
     strides: list[int] | None = None,
 ) -> Tensor:
-    powers = x.abs() ** p
-    mean = average_pool(
-        powers, kernel_shape=kernel_shape, auto_pad=auto_pad, ceil_mode=ceil_mode, count_include_pad=1,
-        dilations=dilations, pads=pads, strides=strides,
-    )  # fmt: skip
+    rank = len(kernel_shape)
+    if dilations and any(d != 1 for d in dilations):
+        raise UnsupportedError("LpPool: dilations other than 1 cannot be read")
+    strides = strides or [1] * rank
+    before, after = window_pads(x, kernel_shape, strides, [1] * rank, pads, auto_pad)
+    if ceil_mode:  # the mean over a window that is cut would not be over the whole kernel
+        after = _full(x, kernel_shape, strides, [1] * rank, before, after)
+    mean = _AVERAGE[rank](padded(x.abs() ** p, before, after), kernel_shape, strides)
     return (mean * volume(kernel_shape)) ** (1 / p)
 
 

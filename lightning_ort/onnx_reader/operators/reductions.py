@@ -13,7 +13,10 @@ __all__: list[str] = []
 
 
 def _reduction(name: str, function: Callable[[Tensor, list[int], bool], Tensor]) -> None:
-    """Register a reduction whose axes are an attribute (until opset 17) or an input."""
+    """Register a reduction whose axes are an attribute (until opset 17) or an input.
+
+    Over no axes, each element is reduced by itself.
+    """
 
     @operator(name, sizes=["axes_input"])
     def reduce(
@@ -27,7 +30,7 @@ def _reduction(name: str, function: Callable[[Tensor, list[int], bool], Tensor])
         wanted = axes_input if axes is None else axes
         if not wanted:
             if noop_with_empty_axes:
-                return x
+                return function(x.unsqueeze(-1), [-1], False)
             wanted = list(range(x.dim()))
         return function(x, list(wanted), bool(keepdims)) if x.dim() else function(x.reshape(1), [0], False)
 
@@ -51,16 +54,35 @@ def _mean(x: Tensor, axes: list[int], keepdims: bool) -> Tensor:
     return torch.div(_sum(x, axes, keepdims), count, rounding_mode="trunc")
 
 
+def _in_double(function: Callable[[Tensor, list[int], bool], Tensor]) -> Callable[[Tensor, list[int], bool], Tensor]:
+    """Roots and logarithms of whole numbers are cut to whole numbers."""
+
+    def compute(x: Tensor, axes: list[int], keepdims: bool) -> Tensor:
+        if x.is_floating_point():
+            return function(x, axes, keepdims)
+        return function(x.double(), axes, keepdims).to(x.dtype)
+
+    return compute
+
+
+def _log_sum(x: Tensor, axes: list[int], keepdims: bool) -> Tensor:
+    return _sum(x, axes, keepdims).log()
+
+
+def _norm(x: Tensor, axes: list[int], keepdims: bool) -> Tensor:
+    return torch.linalg.vector_norm(x, 2, axes, keepdims)
+
+
 _reduction("ReduceSum", _sum)
 _reduction("ReduceMean", _mean)
 _reduction("ReduceProd", _product)
 _reduction("ReduceMax", torch.amax)
 _reduction("ReduceMin", torch.amin)
 _reduction("ReduceL1", lambda x, axes, keepdims: _sum(x.abs(), axes, keepdims))
-_reduction("ReduceL2", lambda x, axes, keepdims: torch.linalg.vector_norm(x, 2, axes, keepdims))
+_reduction("ReduceL2", _in_double(_norm))
 _reduction("ReduceSumSquare", lambda x, axes, keepdims: _sum(x * x, axes, keepdims))
-_reduction("ReduceLogSum", lambda x, axes, keepdims: _sum(x, axes, keepdims).log())
-_reduction("ReduceLogSumExp", torch.logsumexp)
+_reduction("ReduceLogSum", _in_double(_log_sum))
+_reduction("ReduceLogSumExp", _in_double(torch.logsumexp))
 
 
 def _argument(name: str, function: Callable[..., Tensor]) -> None:
@@ -79,8 +101,11 @@ _argument("ArgMin", torch.argmin)
 def cumsum(x: Tensor, axis: int | list[int], *, exclusive: int = 0, reverse: int = 0) -> Tensor:
     dim = axis[0] if isinstance(axis, (list, tuple)) else axis
     x = x.flip(dim) if reverse else x
-    total = torch.cumsum(x, dim, dtype=x.dtype)
-    total = total - x if exclusive else total
+    if exclusive:  # a difference of sums would cancel, and make NaN of infinity
+        first = x.new_zeros([1 if d == dim % x.dim() else n for d, n in enumerate(x.shape)])
+        total = torch.cumsum(torch.cat([first, x], dim), dim, dtype=x.dtype).narrow(dim, 0, x.shape[dim])
+    else:
+        total = torch.cumsum(x, dim, dtype=x.dtype)
     return total.flip(dim) if reverse else total
 
 

@@ -119,17 +119,17 @@ def _sliced(x: Tensor, start: Any, end: Any, axis: int, step: int) -> Tensor:
         index = [slice(None)] * axis + [slice(start, end, step)]
         return x[tuple(index)]
     # backwards: position p of the axis is length - 1 - p of the flipped one
-    length = x.shape[axis]
-    first = 0 if isinstance(start, int) and (start >= _FAR or start == -1) else length - 1 - _from_start(start, length)
-    stop = None if isinstance(end, int) and end <= -_FAR else length - 1 - _from_start(end, length)
-    if isinstance(first, int) and first < 0:
-        first = 0
+    first = 0 if isinstance(start, int) and (start >= _FAR or start == -1) else _flipped(start, x.shape[axis])
+    stop = None if isinstance(end, int) and end <= -_FAR else _flipped(end, x.shape[axis], past=1)
     index = [slice(None)] * axis + [slice(first, stop, -step)]
     return x.flip(axis)[tuple(index)]
 
 
-def _from_start(position: Any, length: Any) -> Any:
-    return position + length if position < 0 else position
+def _flipped(position: Any, length: Any, past: int = 0) -> Any:
+    """Where ``position`` is counted from the other end; beyond an end it is that end, or ``past`` the last element."""
+    if position < 0:
+        return torch.sym_min(-1 - position, length - 1 + past)
+    return torch.sym_max(length - 1 - position, 0)
 
 
 @operator("Pad", sizes=["pads", "axes"], constants=["value"])
