@@ -13,6 +13,7 @@ import onnx.parser
 import onnxruntime
 import pytest
 import torch
+import torch.nn.functional as F
 from onnx_exports import EXPORTS
 from onnx_text import floats, parse
 from torch import Tensor, nn
@@ -287,6 +288,41 @@ def exported(module: nn.Module, x: torch.Tensor, **options: Any) -> onnx.ModelPr
         warnings.simplefilter("ignore")
         torch.onnx.export(module, (x,), stream, dynamo=False, input_names=["x"], **options)
     return onnx.load_from_string(stream.getvalue())
+
+
+@pytest.mark.parametrize("factor", [2.3, 0.7])
+@pytest.mark.parametrize("mode", ["nearest", "bilinear"])
+@pytest.mark.parametrize("is_open", [False, True])
+def test_an_exported_upsampling_has_the_size_that_onnx_runtime_gives_it(
+    factor: float, mode: str, is_open: bool
+) -> None:
+    x = torch.rand(2, 1, 10, 20)
+    axes = {"x": {2: "h", 3: "w"}} if is_open else {}
+    model = exported(nn.Upsample(scale_factor=factor, mode=mode), x, dynamic_axes=axes)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), OPTIONS, providers=["CPUExecutionProvider"])
+    for size in (10, 20)[: 1 + is_open]:
+        x = torch.rand(2, 1, size, 20)
+        (expected,) = session.run(None, {"x": x.numpy()})
+        torch.testing.assert_close(to_torch(model)(x)[0], torch.from_numpy(expected))
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("size", [(5, 7), (23, 31)])
+def test_an_exported_antialiased_interpolation_is_torchs(mode: str, size: tuple[int, int]) -> None:
+    class Smooth(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.interpolate(x, size, mode=mode, antialias=True)
+
+    x = torch.rand(2, 1, 16, 20)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(Smooth(), (x,), dynamo=True, verbose=False)
+    assert program is not None
+    data = program.model_proto.SerializeToString()
+    session = onnxruntime.InferenceSession(data, OPTIONS, providers=["CPUExecutionProvider"])
+    (got,) = to_torch(data)(x)
+    torch.testing.assert_close(got, Smooth()(x))
+    torch.testing.assert_close(got, torch.from_numpy(session.run(None, {"x": x.numpy()})[0]), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("dynamo", "mode"), [(True, "mean"), (False, "mean"), (False, "sum"), (False, "max")])

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from onnx_exports import EXPORTS
+from onnx_text import parse
 from orttrainer_models import Recording, batches, make
 from torch import Tensor, nn
 
@@ -323,3 +324,37 @@ def test_every_property_has_an_effect_or_refuses_other_values() -> None:
         found.learning_rate = 1
     with pytest.raises(AttributeError, match=r"no property 'learning_rate'"):
         _ = found.learning_rate
+
+
+@pytest.mark.parametrize(
+    ("mode", "node", "scales"),
+    [
+        ("bilinear", 'Resize<mode="linear">', (2.3, 0.7)),
+        (
+            "nearest",
+            'Resize<mode="nearest", coordinate_transformation_mode="asymmetric", nearest_mode="floor">',
+            (2, 3),
+        ),
+    ],
+)
+def test_a_resized_image_of_open_size_trains(mode: str, node: str, scales: tuple[float, float]) -> None:
+    text = (
+        f"g (float[b,1,h,k] x) => (float loss) {{ s = Constant<value = float[4] {{1.0, 1.0, {float(scales[0])}, "
+        f"{float(scales[1])}}}>() p = Mul(x, w) u = {node}(p, , s) q = Mul(u, u) loss = ReduceMean<keepdims=0>(q) }}"
+    )
+    session = TrainingSession(parse(text, w=np.array([2], np.float32)), parameters("SGDOptimizer"))
+    weight = torch.tensor([2.0], requires_grad=True)
+    for shape in ((2, 1, 10, 20), (3, 1, 20, 30)):
+        x = torch.rand(shape)
+        # the sizes are the products in float32
+        size = [int(np.float32(n) * np.float32(s)) for n, s in zip(shape[2:], scales, strict=True)]
+        y = getattr(torch._C._nn, f"upsample_{mode}2d")(
+            x * weight, size, *([False] if mode == "bilinear" else []), *scales
+        )
+        y.square().mean().backward()
+        (loss,) = session.run(["loss"], {"x": x.numpy(), RATE: [0.1]})
+        assert loss == pytest.approx(y.square().mean().item(), rel=1e-5)
+        with torch.no_grad():
+            weight -= 0.1 * weight.grad
+        weight.grad = None
+    np.testing.assert_allclose(session.get_state()["w"], weight.detach(), rtol=1e-5)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_ort.errors import UnsupportedError
 from lightning_ort.onnx_reader.registry import operator
 
 __all__: list[str] = []
+
+aten = torch.ops.aten
 
 
 @operator("Resize", sizes=["roi", "scales", "sizes"])
@@ -32,9 +36,15 @@ def resize(
     mode: str = "nearest",
     nearest_mode: str = "round_prefer_floor",
 ) -> Tensor:
-    """One axis after the other; torch's own interpolation where it computes the same."""
+    """One axis after the other; torch's own interpolation where it computes the same.
+
+    Positions are computed in float32, as ONNX Runtime does: which element is the nearest hangs on their last bit.
+    """
     if coordinate_transformation_mode == "tf_crop_and_resize" or keep_aspect_ratio_policy != "stretch":
         raise UnsupportedError("Resize: crops and kept aspect ratios cannot be read")
+    way = _Way(
+        mode, coordinate_transformation_mode, nearest_mode, cubic_coeff_a, bool(antialias), bool(exclude_outside)
+    )
     axes = list(range(x.dim())) if axes is None else [a % x.dim() for a in axes]
     factors = list(scales) if scales else None
     lengths = list(sizes) if sizes else [_scaled(x.shape[a], s) for a, s in zip(axes, factors or [], strict=True)]
@@ -43,22 +53,42 @@ def resize(
     plan = [(a, n, f) for a, n, f in zip(axes, lengths, factors, strict=True) if not _same(x.shape[a], n, f)]
     if not plan:
         return x
-    result = _by_torch(x, plan, mode, coordinate_transformation_mode, nearest_mode, cubic_coeff_a, antialias)
+    result = _by_torch(x, plan, way)
     if result is not None:
         return result
-    if antialias or exclude_outside:
-        raise UnsupportedError("Resize: antialias and exclude_outside in this combination cannot be read")
     for axis, length, factor in plan:
-        positions = _positions(x.shape[axis], length, factor, coordinate_transformation_mode, x)
-        if mode == "nearest":
-            x = x.index_select(axis, _nearest(positions, nearest_mode).clamp(0, x.shape[axis] - 1).long())
-        else:
-            x = _interpolated(x, axis, positions, mode, cubic_coeff_a)
+        x = _along(x, axis, length, factor, way)
     return x
 
 
+@dataclasses.dataclass(frozen=True)
+class _Way:
+    """The attributes that say how elements are made."""
+
+    mode: str
+    coordinates: str
+    nearest: str
+    a: float
+    antialias: bool
+    exclude_outside: bool
+
+    @property
+    def is_plain(self) -> bool:
+        return not (self.antialias or self.exclude_outside)
+
+
 def _scaled(length: Any, factor: Any) -> Any:
-    return length * factor if isinstance(factor, int) else math.floor(length * factor)
+    """The product is rounded to float32 before it is cut to a whole number."""
+    if isinstance(factor, int):
+        return length * factor
+    if not isinstance(factor, float):
+        return math.floor(length * factor)
+    if isinstance(length, int):
+        return int(np.float32(length) * np.float32(factor))
+    # of a size that is open, by the fraction that float32 rounds
+    simple = Fraction(factor).limit_denominator(1000)
+    ratio = simple if np.float32(float(simple)) == np.float32(factor) else Fraction(factor)
+    return length * ratio.numerator // ratio.denominator
 
 
 def _same(length: Any, wanted: Any, factor: Any) -> bool:
@@ -67,53 +97,79 @@ def _same(length: Any, wanted: Any, factor: Any) -> bool:
     return bool(length == wanted)
 
 
-def _by_torch(
-    x: Tensor,
-    plan: list[tuple[int, Any, Any]],
-    mode: str,
-    coordinates: str,
-    nearest_mode: str,
-    a: float,
-    antialias: int,
-) -> Tensor | None:
+_TORCH = {
+    ("linear", 1): aten.upsample_linear1d, ("linear", 2): aten.upsample_bilinear2d,
+    ("linear", 3): aten.upsample_trilinear3d, ("cubic", 2): aten.upsample_bicubic2d,
+}  # fmt: skip
+
+
+def _by_torch(x: Tensor, plan: list[tuple[int, Any, Any]], way: _Way) -> Tensor | None:
     """``None`` where torch has no such interpolation."""
-    spatial = list(range(2, x.dim()))
-    if not spatial or any(axis not in spatial for axis, _, _ in plan):
+    # its antialiasing leaves out what is outside, knows one coefficient, and repeats a row above a single column
+    rank = x.dim() - 2
+    if not way.is_plain or not x.is_floating_point() or (way.mode, rank) not in _TORCH:
         return None
-    rank = len(spatial)
-    half = coordinates == "half_pixel" or (coordinates == "pytorch_half_pixel" and all(n > 1 for _, n, _ in plan))
-    kinds = {("linear", 1): "linear", ("linear", 2): "bilinear", ("linear", 3): "trilinear", ("cubic", 2): "bicubic"}
-    if mode == "nearest":
-        if coordinates != "asymmetric" or nearest_mode != "floor" or rank > 3:
-            return None
-        kind = "nearest"
-    elif (half or coordinates == "align_corners") and (mode, rank) in kinds and (mode == "linear" or a == -0.75):
-        kind = kinds[mode, rank]
-    else:
+    half = way.coordinates == "half_pixel"
+    half = half or (way.coordinates == "pytorch_half_pixel" and all(n > 1 for _, n, _ in plan))
+    if not (half or way.coordinates == "align_corners") or (way.mode == "cubic" and way.a != -0.75):
         return None
-    lengths, factors = list(x.shape[2:]), [1.0] * rank
+    if any(axis < 2 for axis, _, _ in plan):
+        return None
+    lengths = list(x.shape[2:])
+    factors: list[float | None] = [None] * rank
     for axis, length, factor in plan:
-        lengths[axis - 2] = length
-        factors[axis - 2] = factor
-    corners = None if kind == "nearest" else coordinates == "align_corners"
-    smooth = bool(antialias) and kind in ("bilinear", "bicubic")
-    if antialias and not smooth:
-        return None
-    if all(f is not None for f in factors) and not corners:
-        if not all(isinstance(f, (int, float)) for f in factors):
+        if not (factor is None or isinstance(factor, (int, float))):
             return None
-        return F.interpolate(x, None, [float(f) for f in factors], kind, corners, False, smooth)
-    return F.interpolate(x, lengths, None, kind, corners, antialias=smooth)
+        lengths[axis - 2], factors[axis - 2] = length, None if factor is None else float(factor)
+    # with both the sizes and the factors: torch would compute other sizes
+    return _TORCH[way.mode, rank].default(x, lengths, way.coordinates == "align_corners", *factors)
 
 
-def _positions(length: Any, wanted: Any, factor: Any, coordinates: str, x: Tensor) -> Tensor:
-    """Where each element of the result lies on the axis it is read from."""
-    scale = wanted / length if factor is None else factor
+def _along(x: Tensor, axis: int, wanted: Any, factor: Any, way: _Way) -> Tensor:
+    """One axis resized."""
+    length = x.shape[axis]
+    if way.mode == "nearest" and not way.is_plain:
+        raise UnsupportedError("Resize: antialias and exclude_outside of the nearest element cannot be read")
+    if way.mode == "nearest" and isinstance(factor, int) and (way.coordinates, way.nearest) == ("asymmetric", "floor"):
+        return _repeated(x, axis, factor)
+    if isinstance(length, int) and isinstance(wanted, int) and isinstance(factor, (int, float, type(None))):
+        positions = _positions(length, wanted, factor, way.coordinates)
+        if way.mode == "nearest":
+            index = np.clip(_nearest(positions, way.nearest), 0, length - 1).astype(np.int64).tolist()
+            if index == [i for i in range(length) for _ in range(wanted // length)]:
+                return _repeated(x, axis, wanted // length)
+            return x.index_select(axis, torch.tensor(index, device=x.device))
+        matrix = _matrix(length, wanted, factor, positions, way)
+        constant = torch.tensor(matrix.tolist(), dtype=x.dtype, device=x.device)
+        return torch.matmul(x.movedim(axis, -1), constant.T).movedim(-1, axis)
+    if not way.is_plain:
+        raise UnsupportedError(
+            "Resize: antialias and exclude_outside can be read for fixed sizes only; declare the sizes of the input "
+            "and of the result as numbers"
+        )
     target = torch.arange(wanted, device=x.device).to(x.dtype if x.is_floating_point() else torch.float32)
+    open_positions = _source(target, length, wanted, factor, way.coordinates)
+    if way.mode == "nearest":
+        return x.index_select(axis, _nearest(open_positions, way.nearest).clamp(0, length - 1).long())
+    return _interpolated(x, axis, open_positions, way.mode, way.a)
+
+
+def _repeated(x: Tensor, axis: int, times: int) -> Tensor:
+    if times == 1:
+        return x
+    shape = x.shape
+    return x.unsqueeze(axis + 1).expand(*shape[: axis + 1], times, *shape[axis + 1 :]).flatten(axis, axis + 1)
+
+
+def _source(target: Any, length: Any, wanted: Any, factor: Any, coordinates: str) -> Any:
+    """Where the elements of the result numbered ``target`` lie on the axis it is read from."""
+    scale = wanted / length if factor is None else factor
+    if isinstance(target, np.ndarray):
+        scale, length, wanted = np.float32(scale), np.float32(length), np.float32(wanted)
     if coordinates == "asymmetric":
         return target / scale
     if coordinates == "align_corners":
-        return target * ((length - 1) / (wanted - 1)) if wanted > 1 else target * 0
+        return target * (length - 1) / (wanted - 1) if wanted > 1 else target * 0
     if coordinates == "pytorch_half_pixel" and wanted == 1:
         return target * 0
     if coordinates == "half_pixel_symmetric":
@@ -124,14 +180,49 @@ def _positions(length: Any, wanted: Any, factor: Any, coordinates: str, x: Tenso
     raise UnsupportedError(f"Resize: coordinates {coordinates!r} cannot be read")
 
 
-def _nearest(positions: Tensor, mode: str) -> Tensor:
+def _positions(length: int, wanted: int, factor: float | None, coordinates: str) -> np.ndarray:
+    target = np.arange(wanted, dtype=np.float32)
+    return np.asarray(_source(target, length, wanted, factor, coordinates), np.float32)
+
+
+def _nearest(positions: Any, mode: str) -> Any:
+    rounding = np if isinstance(positions, np.ndarray) else torch
+    if isinstance(positions, np.ndarray):
+        positions = positions.astype(np.float64)  # a half is added exactly
     if mode == "floor":
-        return positions.floor()
+        return rounding.floor(positions)
     if mode == "ceil":
-        return positions.ceil()
+        return rounding.ceil(positions)
     if mode == "round_prefer_ceil":
-        return (positions + 0.5).floor()
-    return (positions - 0.5).ceil()
+        return rounding.floor(positions + 0.5)
+    return rounding.ceil(positions - 0.5)
+
+
+def _matrix(length: int, wanted: int, factor: float | None, positions: np.ndarray, way: _Way) -> np.ndarray:
+    """What each element of the axis (column) gives to each of the result (row)."""
+    one, half = np.float32(1), np.float32(0.5)
+    scale = np.float32(wanted / length if factor is None else factor)
+    # smoothing widens the kernel by the factor by which the axis shrinks
+    width = max(one / scale, one) if way.antialias else one
+    reach = np.float32(1 if way.mode == "linear" else 2) * width
+    if not way.antialias and way.mode == "linear":
+        positions = np.clip(positions, 0, np.float32(length - 1))
+    if way.antialias:
+        first = np.floor(positions + half - reach + half)
+        last = np.floor(positions + half + reach + half)
+    else:
+        first = np.floor(positions) - (reach - 1)
+        last = first + 2 * reach
+    taps = first[:, None] + np.arange(int((last - first).max()))
+    distance = np.abs(taps - positions[:, None].astype(np.float64)) / width
+    weights = np.maximum(1 - distance, 0) if way.mode == "linear" else _cubic(distance, way.a)
+    weights = np.where(taps < last[:, None], weights, 0)
+    if way.exclude_outside:
+        weights = np.where((taps >= 0) & (taps < length), weights, 0)
+    matrix = np.zeros((wanted, length))
+    rows = np.broadcast_to(np.arange(wanted)[:, None], taps.shape)
+    np.add.at(matrix, (rows, np.clip(taps, 0, length - 1).astype(np.int64)), weights)
+    return matrix / matrix.sum(1, keepdims=True)
 
 
 def _interpolated(x: Tensor, axis: int, positions: Tensor, mode: str, a: float) -> Tensor:
@@ -150,7 +241,9 @@ def _interpolated(x: Tensor, axis: int, positions: Tensor, mode: str, a: float) 
     return total
 
 
-def _cubic(d: Tensor, a: float) -> Tensor:
+def _cubic(d: Any, a: float) -> Any:
+    """Weights of elements at the distances ``d``, a tensor or an array."""
+    where = np.where if isinstance(d, np.ndarray) else torch.where
     near = ((a + 2) * d - (a + 3)) * d * d + 1
     far = ((a * d - 5 * a) * d + 8 * a) * d - 4 * a
-    return torch.where(d <= 1, near, torch.where(d < 2, far, torch.zeros_like(d)))
+    return where(d <= 1, near, where(d < 2, far, 0.0 * d))
