@@ -55,6 +55,8 @@ class OrtSession:
 
     Attributes:
         inner: for what it tells of itself.
+        input_names: of the inputs that it wants, in the order of the graph. Before 1.20 ONNX Runtime leaves out those
+            that nothing reads.
         on_cpu: types of the operators of a session on a GPU that the CPU executes, one entry per node; ONNX Runtime
             copies what they read and give. ``None`` where it does not tell: before 1.24, and with the user's own
             ``SessionOptions``, unless they ask for it.
@@ -76,7 +78,7 @@ class OrtSession:
         alone = self.on_cpu == ()
         self._at_once = _run_options(disable_synchronize_execution_providers="1") if alone else self._waiting
         self._device = (device.type, device.index or 0)
-        self._inputs = [i.name for i in self.inner.get_inputs()]
+        self._inputs = self.input_names = [i.name for i in self.inner.get_inputs()]
         self._outputs = [o.name for o in self.inner.get_outputs()]
         self._place: Callable[[torch.Tensor], Any] = torch.Tensor.data_ptr if same_shapes else _address_and_shape
         self._places = places or {}
@@ -85,7 +87,7 @@ class OrtSession:
         self._shrinks = False
 
     def run(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        """Compute ``outputs`` from ``inputs``, both in the order of the graph; outputs must be contiguous.
+        """Compute ``outputs`` from ``inputs``, which are those of ``input_names``; outputs must be contiguous.
 
         Raises:
             RefusedValueError: an operator does not take the values that it was given.

@@ -88,7 +88,7 @@ def _session(model: ir.Model, joint: Joint) -> OrtSession:
 
 
 def _run(session: OrtSession, model: ir.Model, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    arrays = session.run_unbound([values[str(v.name)] for v in model.graph.inputs])
+    arrays = session.run_unbound([values[name] for name in session.input_names])
     return {str(v.name): torch.from_numpy(a) for v, a in zip(model.graph.outputs, arrays, strict=True)}
 
 

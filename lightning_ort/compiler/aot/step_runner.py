@@ -60,7 +60,7 @@ class StepRunner:
         self._session = sessions.session(serialized, double=double, small=small)
         self.session = self._session.inner
         self._infos = {i.name: i for i in graph.inputs}
-        self._order = [str(v.name) for v in values.inputs]
+        self._order = self._session.input_names
         self._outputs = [(str(v.name), _info(v)) for v in values.outputs]
         self._new = {name: torch.empty_like(tensors[name]) for name in graph.updates}
         self._fixed = {graph.gradients[n]: t for n, t in gradients.items()}
