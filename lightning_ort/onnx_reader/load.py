@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import onnx
 import onnx.inliner
@@ -55,8 +55,8 @@ def load(model: Model) -> onnx.ModelProto:
 def _written_out(proto: onnx.ModelProto) -> onnx.ModelProto:
     check_count(proto)
     if any(f.name for f in proto.functions):
-        proto = onnx.inliner.inline_local_functions(proto)
-    opset = next((i.version for i in proto.opset_import if i.domain in ("", "ai.onnx")), None)
+        proto = _inlined(proto)
+    opset = _opset(proto)
     if opset is None or not MIN_OPSET <= opset <= MAX_OPSET:
         raise UnsupportedError(
             f"The model is written for ONNX opset {opset}; opsets {MIN_OPSET} to {MAX_OPSET} can be read. Convert it "
@@ -66,6 +66,60 @@ def _written_out(proto: onnx.ModelProto) -> onnx.ModelProto:
     if unknown:
         raise UnsupportedError("These ONNX operators cannot be read as torch operations:\n  " + "\n  ".join(unknown))
     return proto
+
+
+def _opset(graph: onnx.ModelProto | onnx.FunctionProto) -> int | None:
+    return next((i.version for i in graph.opset_import if i.domain in ("", "ai.onnx")), None)
+
+
+def _inlined(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """``proto`` with the nodes of its functions in the place of their calls, in the opset of the model.
+
+    Raises:
+        UnsupportedError: a function is of another opset, to which there is no way from its own.
+    """
+    opset = _opset(proto)
+    if opset is None or all(_opset(f) in (None, opset) for f in proto.functions):
+        return onnx.inliner.inline_local_functions(proto)
+    relabelled = onnx.ModelProto()
+    relabelled.CopyFrom(proto)
+    for function in relabelled.functions:
+        if _means_the_same(function, opset):
+            for i in function.opset_import:
+                i.version = opset if i.domain in ("", "ai.onnx") else i.version
+    others = {f.name: _opset(f) for f in relabelled.functions if _opset(f) not in (None, opset)}
+    if not others:
+        return onnx.inliner.inline_local_functions(relabelled)
+    try:
+        return onnx.inliner.inline_local_functions(proto, convert_version=True)
+    except Exception as error:
+        listed = ", ".join(f"{name} for opset {version}" for name, version in others.items())
+        raise UnsupportedError(
+            f"The model is written for opset {opset}, and functions in it for others ({listed}), which ONNX cannot "
+            f"convert: {next(iter(str(error).splitlines()), '')}. Export them for one opset."
+        ) from error
+
+
+def _means_the_same(function: onnx.FunctionProto, opset: int) -> bool:
+    """Whether its operators are the same ones in ``opset``."""
+    own = _opset(function)
+    if own is None:
+        return True
+
+    def same(nodes: Iterable[onnx.NodeProto]) -> bool:
+        for node in nodes:
+            if node.domain in ("", "ai.onnx"):
+                try:
+                    schemas = [onnx.defs.get_schema(node.op_type, v, "") for v in (own, opset)]
+                except onnx.defs.SchemaError:
+                    return False
+                if schemas[0].since_version != schemas[1].since_version:
+                    return False
+            if not all(same(a.g.node) for a in node.attribute if a.type == onnx.AttributeProto.GRAPH):
+                return False
+        return True
+
+    return same(function.node)
 
 
 def parsed(model: Model) -> onnx.ModelProto:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 
 import onnx
@@ -10,7 +11,7 @@ from torch import fx, nn
 
 from lightning_ort.onnx_reader import operators  # noqa: F401  (fills the table)
 from lightning_ort.onnx_reader.load import Model, load, name_of, state_initializers, trainable_initializers, using
-from lightning_ort.onnx_reader.reader import Reader, identifier
+from lightning_ort.onnx_reader.reader import Reader, identifier, is_plain
 from lightning_ort.onnx_reader.values import tensor_from
 
 __all__ = ["OnnxModule", "to_torch"]
@@ -94,21 +95,35 @@ def _module(proto: onnx.ModelProto, parameters: Collection[str] | None) -> OnnxM
     return module
 
 
+_RESERVED = re.compile(r"self|constant_\d+|node_\d+_\w*(?<!_)")
+"""what the reader calls what it puts on a module itself"""
+
+
 def _paths(names: list[str]) -> dict[str, str]:
-    """An attribute path for each name: the name itself when its parts are identifiers and no part is a tensor."""
-    taken: set[str] = set()
+    """An attribute path for each name: the name itself where torch has nothing of that name and no part is a tensor."""
+    reserved = {*dir(OnnxModule), *dir(fx.GraphModule(nn.Module(), fx.Graph()))}
+    reserved_inside = set(dir(nn.Module()))
+    tensors: set[str] = set()
+    modules: set[str] = set()
     paths: dict[str, str] = {}
     for name in names:
-        parts = name.split(".")
-        prefixes = {".".join(parts[: i + 1]) for i in range(len(parts) - 1)}
-        plain = all(p.isidentifier() or p.isdigit() for p in parts) and not hasattr(fx.GraphModule, parts[0])
-        clash = prefixes & taken or any(t == name or t.startswith(f"{name}.") for t in taken)
-        path = name if plain and not clash else identifier(name)
-        while path in taken or hasattr(fx.GraphModule, path):
-            path += "_"
-        taken.add(path)
+        first, *rest = name.split(".")
+        plain = all(map(is_plain, (first, *rest))) and reserved_inside.isdisjoint(rest)
+        path = name if plain else identifier(name)
+        if plain and rest and (first in reserved or _RESERVED.fullmatch(first) or tensors & _prefixes(name)):
+            path = identifier(name)
+        while path in tensors | modules | reserved or _RESERVED.fullmatch(path):
+            path = identifier(path) + "_"
+        tensors.add(path)
+        modules |= _prefixes(path)
         paths[name] = path
     return paths
+
+
+def _prefixes(path: str) -> set[str]:
+    """The modules on the way to a tensor."""
+    parts = path.split(".")
+    return {".".join(parts[:i]) for i in range(1, len(parts))}
 
 
 def _attach(root: nn.Module, path: str, tensor: torch.Tensor) -> None:

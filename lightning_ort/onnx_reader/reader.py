@@ -6,6 +6,7 @@ import keyword
 import math
 import operator as python_operator
 import re
+import unicodedata
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from lightning_ort.onnx_reader.registry import OPERATORS, Operator
 from lightning_ort.onnx_reader.shape_arithmetic import dtype_of, length_of, number_type
 from lightning_ort.onnx_reader.values import Computed, Constant, Number, Value, attributes_of, label_of, tensor_from
 
-__all__ = ["CONTROL_FLOW", "Reader", "identifier", "read_if", "read_loop"]
+__all__ = ["CONTROL_FLOW", "Reader", "identifier", "is_plain", "read_if", "read_loop"]
 
 _SMALL = 1 << 12
 """Elements of constants from which nothing is computed that is large."""
@@ -30,10 +31,24 @@ _FOLDED = 1 << 25
 """Elements that are computed of constants, besides sixteen times those of the file: a mask of 4096 by 4096 twice."""
 
 
+_SEEN_BY_FORWARD = ("self", "torch", "device", "inf", "nan", "NoneType", "fx_pytree", "pytree")
+"""names that the code of ``forward`` may use, and which no input can have"""
+
+
+def is_plain(part: str) -> bool:
+    """Whether Python takes ``part`` for a name, or torch for the number of a module, as it is."""
+    if part.isdigit() and part.isascii():
+        return True
+    # Python reads equivalent characters as one of them
+    return part.isidentifier() and not keyword.iskeyword(part) and unicodedata.normalize("NFKC", part) == part
+
+
 def identifier(name: str) -> str:
     """``name`` with everything that Python does not allow in a name replaced by ``_``."""
     cleaned = re.sub(r"\W", "_", name) or "_"
-    return f"_{cleaned}" if cleaned[0].isdigit() or keyword.iskeyword(cleaned) else cleaned
+    if not is_plain(f"_{cleaned}"):
+        cleaned = re.sub(r"\W", "_", name, flags=re.ASCII)
+    return f"_{cleaned}" if cleaned[0].isdigit() or not is_plain(cleaned) else cleaned
 
 
 class Reader:
@@ -63,9 +78,14 @@ class Reader:
         stored = sum(math.prod(i.dims) for i in model.graph.initializer)
         self._most_folded = _FOLDED + 16 * stored
         initializers = {i.name: i for i in model.graph.initializer}
+        taken = set(_SEEN_BY_FORWARD)
         for info in model.graph.input:
             if info.name not in initializers:
-                placeholder = self.graph.placeholder(identifier(info.name))
+                name = identifier(info.name)
+                while name in taken:
+                    name += "_"
+                taken.add(name)
+                placeholder = self.graph.placeholder(name)
                 self._anchor = self._anchor or placeholder
                 self.values[info.name] = Computed(placeholder)
         for name, proto in initializers.items():
@@ -88,11 +108,12 @@ class Reader:
             )
         for node in graph.node:
             try:
-                if node.op_type == "Constant" and not node.domain:
+                own = node.domain in ("", "ai.onnx")
+                if node.op_type == "Constant" and own:
                     self.values[node.output[0]] = Constant(_constant(node))
-                elif node.op_type == "Identity" and not node.domain:
+                elif node.op_type == "Identity" and own:
                     self.values[node.output[0]] = self.values[node.input[0]]
-                elif node.op_type in CONTROL_FLOW and not node.domain:
+                elif node.op_type in CONTROL_FLOW and own:
                     CONTROL_FLOW[node.op_type](self, node)
                 else:
                     self._node(node)

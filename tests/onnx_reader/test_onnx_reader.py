@@ -147,6 +147,69 @@ def test_names_that_python_does_not_allow_are_replaced_and_kept_apart() -> None:
     torch.testing.assert_close(module(torch.zeros(2))[0], torch.as_tensor(expected))
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("meta.weight", "training"), ("x.training", "x.forward"), ("net.lambda", "x.class.w"), ("None", "_graph"),
+        ("_modules", "a._parameters.b"), ("l1.weight", "l1"), ("l1", "l1.weight"), ("constant_0", "node_0_Dropout"),
+        ("input_names", "self"), ("x\u00b2", "\ufb01"),
+    ],
+)  # fmt: skip
+def test_names_that_python_or_torch_reserve_are_read(names: tuple[str, str]) -> None:
+    text = "g (float[2] x) => (float[2] y) { c = Constant<value = float[2] {1.0, 2.0}>() h = Mul(x, p) k = Add(h, q) "
+    model = parse(text + "y = Mul(k, c) }", p=floats(2, seed=1), q=floats(2, seed=2))
+    for i, name in enumerate(names):
+        model.graph.initializer[i].name = model.graph.node[i + 1].input[1] = name
+    module = to_torch(model)
+    assert sorted(module.parameter_names.values()) == sorted(names)
+    module.load_state_dict(module.state_dict())
+    (y,) = module(torch.ones(2))
+    np.testing.assert_allclose(y.detach(), (floats(2, seed=1) + floats(2, seed=2)) * [1, 2], rtol=1e-6)
+
+
+@pytest.mark.parametrize("names", [("self", "a.b", "a_b"), ("torch", "None", "x\u00b2")])
+def test_inputs_with_names_that_python_reserves_are_read(names: tuple[str, ...]) -> None:
+    model = parse(
+        "g (float[2] a, float[2] b, float[2] c) => (float[2] y) { h = Cast<to=1>(a) k = Sub(h, b) y = Mul(k, c) }"
+    )
+    for i, name in enumerate(names):
+        model.graph.input[i].name = model.graph.node[i].input[1 if i else 0] = name
+    inputs = [torch.from_numpy(floats(2, seed=i)) for i in range(3)]
+    torch.testing.assert_close(to_torch(model)(*inputs)[0], (inputs[0] - inputs[1]) * inputs[2])
+
+
+def test_operators_of_the_domain_by_its_other_name_are_read() -> None:
+    model = parse(
+        "g (float[2] x) => (float[2] y) { c = Constant<value = float {2.0}>() h = Mul(x, c) y = Identity(h) }"
+    )
+    for node in model.graph.node:
+        node.domain = "ai.onnx"
+    assert to_torch(model)(torch.ones(2))[0].tolist() == [2.0, 2.0]
+
+
+def with_function(opset: int, nodes: str, calls: str) -> onnx.ModelProto:
+    return onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["" : 18, "own" : 1]> g (float[2,2] x) => (float[2,n] y) {{ {calls} }} '
+        f'<domain: "own", opset_import: ["" : {opset}]> F (a) => (c) {{ {nodes} }}'
+    )
+
+
+@pytest.mark.parametrize("opset", [17, 19])
+def test_a_function_of_another_opset_is_read(opset: int) -> None:
+    x = floats(2, 2)
+    same = with_function(opset, "h = Relu(a) c = Mul(h, h)", "k = own.F(x) y = Neg(k)")
+    session = onnxruntime.InferenceSession(same.SerializeToString(), OPTIONS, providers=["CPUExecutionProvider"])
+    np.testing.assert_allclose(to_torch(same)(torch.from_numpy(x))[0], session.run(None, {"x": x})[0])
+
+
+def test_a_function_whose_operators_have_changed_is_converted_or_refused() -> None:
+    x = torch.from_numpy(floats(2, 2))
+    (mean,) = to_torch(with_function(17, "c = ReduceMean<axes=[1]>(a)", "y = own.F(x)"))(x)
+    torch.testing.assert_close(mean, x.mean(1, keepdim=True))
+    with pytest.raises(UnsupportedError, match=r"opset 18, and functions in it for others \(F for opset 17\)"):
+        to_torch(with_function(17, "c = ReduceMean<axes=[1]>(a)", "h = own.F(x) y = Relu(h)"))
+
+
 def test_sizes_stay_numbers_through_casts_and_arithmetic() -> None:
     text = """g (float[N,4,M] x) => (float[A,B,C] y) {
         s = Shape(x) zero = Constant<value = int64 {0}>() two = Constant<value = int64 {2}>()
