@@ -395,6 +395,13 @@ CASES |= {
     "Pow of a double by floats": Case("b = Constant<value = double {3.3}>() y = Pow(b, x)", {"x": X}, out="double"),
     "LpNormalization of zeros": Case("y = LpNormalization(x) y1 = LpNormalization<p=1>(x)", {"x": ROWS},
                                      out="float float"),
+    **{
+        f"Pad {mode} of all axes": Case(
+            f'p = {_ints(1, 0, 2, 1, 0, 1, 1, 2)} y = Pad<mode="{mode}">(x, p)', {"x": (3, 3, 4, 5)}, 19
+        )
+        for mode in ("reflect", "edge", "wrap")
+    },
+    "Pad that cuts": Case(f'p = {_ints(-1, 0, 1, 2)} y = Pad<mode="reflect">(x, p)', {"x": (4, 5)}),
     "Gemm without an infinite term": Case(
         "y = Gemm<beta=0.0>(x, w, c)", {"x": (2, 3), "w": (3, 2), "c": np.array([np.inf, 1], np.float32)}
     ),

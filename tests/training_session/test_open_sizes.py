@@ -180,7 +180,7 @@ LAYERS: dict[str, tuple[str, dict[str, tuple[int, ...]]]] = {
         {"w": (1, 12, 3), "r": (1, 12, 4)},
     ),
     "InstanceNormalization": (
-        "(float[b,3,4] x) => (float loss) { y = InstanceNormalization(x, w, c) z = Mul(y, x) "
+        "(float[b,3,h,k] x) => (float loss) { y = InstanceNormalization(x, w, c) z = Mul(y, x) "
         "loss = ReduceMean<keepdims=0>(z) }",
         {"w": (3,), "c": (3,)},
     ),

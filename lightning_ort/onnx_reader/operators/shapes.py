@@ -145,15 +145,26 @@ def pad(x: Tensor, pads: Ints, value: Tensor | None = None, axes: Ints = None, *
     kinds = {"reflect": "reflect", "edge": "replicate", "wrap": "circular"}
     if mode not in kinds:
         raise UnsupportedError(f"Pad: mode {mode!r} cannot be read; constant, reflect, edge and wrap can.")
+    return _mirrored(x, amounts, kinds[mode])
+
+
+def _mirrored(x: Tensor, amounts: list[Any], kind: str) -> Tensor:
+    """``x`` padded with elements of its own."""
     while len(amounts) >= 2 and all(isinstance(a, int) and a == 0 for a in amounts[-2:]):
         amounts = amounts[:-2]
     if not amounts:
         return x
     # torch pads the last one to three dimensions of tensors that have one or two more
     dims = len(amounts) // 2
+    if dims > 3:
+        x = _mirrored(x, amounts[:6], kind)
+        return _mirrored(x.movedim((-3, -2, -1), (0, 1, 2)), amounts[6:], kind).movedim((0, 1, 2), (-3, -2, -1))
+    if any(isinstance(a, int) and a < 0 for a in amounts):  # what is cut off is not repeated either
+        x = F.pad(x, [min(a, 0) if isinstance(a, int) else 0 for a in amounts])
+        return _mirrored(x, [max(a, 0) if isinstance(a, int) else a for a in amounts], kind)
     shape = x.shape
     folded = x.reshape(1, -1, *shape[x.dim() - dims :])
-    padded = F.pad(folded, amounts, mode=kinds[mode])
+    padded = F.pad(folded, amounts, mode=kind)
     return padded.reshape(*shape[: x.dim() - dims], *padded.shape[2:])
 
 
