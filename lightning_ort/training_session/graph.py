@@ -69,6 +69,11 @@ class TrainingGraph:
         infos = [*joint.infos]
         model = written(joint, proto, fed=tensors)
         inputs = {str(v.name) for v in model.graph.inputs}
+        # no memory can be bound for what no node writes
+        passed = [v for v in model.graph.outputs if v.is_graph_input()]
+        for value in passed:
+            model.graph.outputs.remove(value)
+        self._passed = [str(v.name) for v in passed]
         like = joint.results[loss].meta["val"]
         self._seed: list[torch.Tensor] = []
         if f"{loss}{GRAD}" in inputs:
@@ -77,7 +82,7 @@ class TrainingGraph:
         graph = StepGraph(
             model,
             inputs=tuple(infos),
-            outputs=tuple(o.name for o in proto.graph.output),
+            outputs=tuple(o.name for o in proto.graph.output if o.name not in self._passed),
             tensors={n: n for n in tensors if n in inputs},
             gradients={n: f"{n}{GRAD}" for n in gradients},
             updates={n: f"{n}{NEW}" for n in tensors if f"{n}{NEW}" in joint.results},
@@ -105,7 +110,8 @@ class TrainingGraph:
 
     def _run(self, feed: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         results = self.runner([*(feed[name] for name in self._fed), *self._seed])
-        return dict(zip(self.runner.graph.outputs, results, strict=True))
+        passed = {n: (feed[n] if n in feed else self._tensors[n]).clone() for n in self._passed}
+        return dict(zip(self.runner.graph.outputs, results, strict=True)) | passed
 
     def _compared(
         self, reference: StepReference, feed: Mapping[str, torch.Tensor], scale: float

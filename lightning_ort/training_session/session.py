@@ -16,7 +16,7 @@ from lightning_ort.compiler.aot.joint import GRAD
 from lightning_ort.distributed.processes import join
 from lightning_ort.errors import ProviderError
 from lightning_ort.onnx_reader import to_torch
-from lightning_ort.onnx_reader.load import Model, load, name_of, trainable_initializers, using
+from lightning_ort.onnx_reader.load import Model, load, name_of, state_initializers, trainable_initializers, using
 from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.runtime.factory import SessionFactory
 from lightning_ort.runtime.memory import Packed
@@ -86,6 +86,7 @@ class TrainingSession(SessionInfo):
         self._replicated, self._loads = self._processes is None, 0
         self._parameters, self._proto, self._name = parameters, load(path_or_bytes), name_of(path_or_bytes)
         self._forward_outputs = [o.name for o in self._proto.graph.output]
+        self._check_rate()
         with using(self._name):
             self._loss = self._find_loss()
             trained = trained_weights(self._proto, parameters)
@@ -97,12 +98,8 @@ class TrainingSession(SessionInfo):
         tensors = dict(self._module.named_parameters())
         self._weights = {n: tensors[by_name[n]].detach() for n in trained}
         buffers = dict(self._module.named_buffers())
-        frozen = set(trainable_initializers(self._proto))
-        self._buffers = {
-            n: buffers[p]
-            for p, n in self._module.buffer_names.items()
-            if p in buffers and (n in frozen or not p.startswith("constant_"))
-        }
+        kept = {*trainable_initializers(self._proto), *state_initializers(self._proto)}
+        self._buffers = {n: buffers[p] for p, n in self._module.buffer_names.items() if p in buffers and n in kept}
         self._pending: dict[str, torch.Tensor] = {}
         self._n_accumulated = 0
         self._fallback = True
@@ -119,6 +116,14 @@ class TrainingSession(SessionInfo):
         if name not in self._forward_outputs:
             raise ValueError(f"loss_output_name is {name!r}; the model's outputs are {self._forward_outputs}.")
         return name
+
+    def _check_rate(self) -> None:
+        name = self._parameters.lr_params_feed_name
+        if self._parameters.training_optimizer_name and name in {i.name for i in self._proto.graph.input}:
+            raise ValueError(
+                f"The model has an input {name!r}, which is what the learning rate is fed as; expected another name in "
+                "TrainingParameters.lr_params_feed_name."
+            )
 
     def _make(self, sessions: SessionFactory) -> None:
         self._sessions = sessions

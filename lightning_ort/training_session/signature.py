@@ -36,7 +36,10 @@ def signature_session(
         helper.make_node("Constant", [], ["minus_one"], value_ints=[-1]),
     ]
     nodes.insert(1, nodes.pop())
+    names = {i.name for i in inputs}
     for value in outputs:
+        if value.name in names:
+            continue
         dtype = value.type.tensor_type.elem_type
         tensor = helper.make_tensor("value", dtype, [1], [0])
         nodes.append(helper.make_node("ConstantOfShape", ["shape"], [value.name], value=tensor))

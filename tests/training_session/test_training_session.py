@@ -17,7 +17,7 @@ from onnx_text import parse
 from orttrainer_models import Recording, batches, make
 from torch import Tensor, nn
 
-from lightning_ort import TrainingParameters, TrainingSession
+from lightning_ort import GradientGraphBuilder, TrainingParameters, TrainingSession, UnsupportedError
 
 RATE = "Learning_Rate"
 
@@ -358,3 +358,50 @@ def test_a_resized_image_of_open_size_trains(mode: str, node: str, scales: tuple
             weight -= 0.1 * weight.grad
         weight.grad = None
     np.testing.assert_allclose(session.get_state()["w"], weight.detach(), rtol=1e-5)
+
+
+def test_an_input_that_nothing_reads_is_fed_and_left_alone() -> None:
+    text = """g (float[b,3] x, float[b] unused, float[b,2] y) => (float loss) {
+        h = MatMul(x, w) d = Sub(h, y) q = Mul(d, d) loss = ReduceMean<keepdims=0>(q) }"""
+    session = TrainingSession(parse(text, w=np.ones((3, 2), np.float32)), parameters("SGDOptimizer"))
+    x, y, weight = torch.rand(4, 3), torch.rand(4, 2), torch.ones(3, 2, requires_grad=True)
+    expected = (x @ weight - y).square().mean()
+    expected.backward()
+    feed = {"x": x.numpy(), "unused": np.ones(4, np.float32), "y": y.numpy(), RATE: [0.1]}
+    assert session.run(["loss"], feed)[0] == pytest.approx(expected.item(), rel=1e-5)
+    np.testing.assert_allclose(session.get_state()["w"], (weight - 0.1 * weight.grad).detach(), rtol=1e-5)
+
+
+def test_an_output_may_be_an_input_or_an_initializer() -> None:
+    text = """g (float[b,3] x) => (float loss, float[b,3] x, float[3] w, float[3] k) {
+        h = Mul(x, w) j = Add(h, k) loss = ReduceMean<keepdims=0>(j) }"""
+    values = {"w": np.array([1, 2, 3], np.float32), "k": np.array([4, 5, 6], np.float32)}
+    model, x = parse(text, **values), np.random.default_rng(0).random((4, 3), np.float32)
+    wanted = {"loss": (x * values["w"] + values["k"]).mean(), "x": x, **values}
+    session = TrainingSession(model, parameters("SGDOptimizer"))
+    builder = GradientGraphBuilder(model, {"loss"}, {"x", "w"}, "loss")
+    builder.build(verify=True)
+    written = onnxruntime.InferenceSession(builder.get_model(), providers=["CPUExecutionProvider"])
+    runs = [session.run(list(wanted), {"x": x, RATE: [0.1]}), written.run(list(wanted), {"x": x})]
+    for results in runs:
+        for got, expected in zip(results, wanted.values(), strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-6)
+    with pytest.raises(UnsupportedError, match="'x' is an output whose gradient comes in, and an input"):
+        GradientGraphBuilder(model, {"loss", "x"}, {"x"}, "loss").build()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("loss_grad", "'loss_grad' is a name in the ONNX file, and that of the gradient of 'loss'"),
+        ("w_grad", "'w_grad' is a name in the ONNX file, and that of the gradient of 'w'"),
+        (RATE, "input 'Learning_Rate', which is what the learning rate is fed as.*lr_params_feed_name"),
+    ],
+)
+def test_inputs_called_like_what_a_session_adds_are_refused(name: str, message: str) -> None:
+    model = parse(
+        "g (float[b,3] x) => (float loss) { h = Mul(x, w) loss = ReduceMean<keepdims=0>(h) }", w=np.ones(3, np.float32)
+    )
+    model.graph.input[0].name = model.graph.node[0].input[0] = name
+    with pytest.raises((ValueError, UnsupportedError), match=message):
+        TrainingSession(model, parameters("SGDOptimizer"))

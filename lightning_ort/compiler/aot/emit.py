@@ -61,6 +61,7 @@ def written(joint: Joint, proto: onnx.ModelProto, fed: Collection[str] = ()) -> 
             value.const_value = ir.Tensor(tensor.detach().contiguous().numpy(), name=value.name)
             model.graph.register_initializer(value)
     _restore_inputs(model, proto)
+    _pass_through(model, joint)
     _declare_outputs(model, proto, joint)
     return model
 
@@ -108,6 +109,17 @@ def _restore_inputs(model: ir.Model, proto: onnx.ModelProto) -> None:
     model.graph.inputs.extend(found.values())
 
 
+def _pass_through(model: ir.Model, joint: Joint) -> None:
+    """Outputs that are an input or an initializer are that value itself: a name stands for one value."""
+    sources = {v.name: v for v in [*model.graph.initializers.values(), *model.graph.inputs]}
+    for position, (name, node) in enumerate(joint.results.items()):
+        if joint.inputs.get(name) is node:
+            copy = model.graph.outputs[position].producer()
+            model.graph.outputs[position] = sources[name]
+            if copy is not None:
+                model.graph.remove(copy, safe=True)
+
+
 def _declare_outputs(model: ir.Model, proto: onnx.ModelProto, joint: Joint) -> None:
     """Outputs as the file declares them, gradients like that of which they are the gradient."""
     declared = {o.name: o for o in proto.graph.output}
@@ -116,6 +128,8 @@ def _declare_outputs(model: ir.Model, proto: onnx.ModelProto, joint: Joint) -> N
         shapes[f"{name}{GRAD}"] = shapes[f"{name}{NEW}"] = ir.Shape(tensor.shape)
     for value in model.graph.outputs:
         name = str(value.name)
+        if value.is_graph_input() or value.is_initializer():
+            continue
         if name in declared:
             _declare(value, declared[name])
         else:

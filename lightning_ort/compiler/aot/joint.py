@@ -76,11 +76,34 @@ def trace_joint(
 
     Raises:
         ValueError: ``wanted`` names a tensor of whole numbers.
-        UnsupportedError: the graph has no functional form, or holds for some sizes only where the file says they vary.
+        UnsupportedError: the graph has no functional form, or holds for some sizes only where the file says they vary;
+            or a value of the file has the name of a gradient.
     """
+    if isinstance(module, OnnxModule):
+        _check_names(module, incoming, wanted, statistics)
     examples = usual_hints(varying(infos)) if hints is None else hints
     with _without_tracebacks():
         return _joint(module, infos, differentiated, incoming, wanted, statistics, what, examples)
+
+
+def _check_names(module: OnnxModule, incoming: Sequence[str], wanted: Sequence[str], statistics: bool) -> None:
+    """Refuse a file in which a value has the name of a gradient or of a new running statistic."""
+    buffers = module.buffer_names.values() if statistics else ()
+    made = {f"{name}{GRAD}": f"the gradient of {name!r}" for name in (*incoming, *wanted)}
+    made |= {f"{name}{NEW}": f"the new value of {name!r}" for name in buffers}
+    known = dict.fromkeys([*module.input_names, *module.parameter_names.values(), *buffers, *module.output_names])
+    clash = [name for name in known if name in made]
+    if clash:
+        raise UnsupportedError(
+            f"{clash[0]!r} is a name in the ONNX file, and that of {made[clash[0]]}; expected another "
+            "one. Rename that value of the file."
+        )
+    both = [name for name in incoming if name in wanted]
+    if both:
+        raise UnsupportedError(
+            f"{both[0]!r} is an output whose gradient comes in, and an input or initializer whose gradient is wanted: "
+            f"{both[0]}{GRAD} cannot be both. Let the file give an Identity of it."
+        )
 
 
 def _joint(
