@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_leaves
 from lightning_ort.lightning.growing_lists import GrowingList, GrowingLists
 from lightning_ort.lightning.list_uses import uses_of_lists
 
+pytestmark = pytest.mark.stock_only  # it is Dynamo's doing, on any ONNX Runtime
+
 LISTS = ("a", "b", "best", "history", "window")
 DICTIONARIES = ("outputs", "nested")
 
