@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,48 @@ if TYPE_CHECKING:
     from lightning_ort.compiler.compilation import Pair
     from lightning_ort.compiler.region import Region
 
-__all__ = ["ApartStep", "LossStep", "PairStep"]
+__all__ = ["ApartStep", "LossStep", "Node", "PairStep", "divided"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """Outputs of a run that autograd visits by one node.
+
+    Attributes:
+        positions: of the outputs among the tensors of the run.
+        edges: by the inputs that want a gradient, their numbers, or ``None`` for one that is not visited.
+        within: the first node of the run visits all that this one does.
+    """
+
+    positions: list[int]
+    edges: list[int | None]
+    within: bool
+
+
+def divided(
+    reached: Mapping[int, frozenset[int]], wanted: Sequence[int], made: frozenset[int], loss: frozenset[int] | None
+) -> list[Node]:
+    """The nodes of a run: one for each set of inputs among ``made`` that lead to its outputs.
+
+    The first is that of the loss, or else of the outputs to which most of those inputs lead.
+
+    Args:
+        reached: position of an output to the numbers of the inputs that lead to it.
+        wanted: numbers of the inputs that want a gradient.
+        made: numbers of the inputs that have been computed by something, which autograd would visit.
+        loss: numbers of the inputs that lead to the loss, if the run computes its gradients.
+    """
+    sets: dict[frozenset[int], list[int]] = {}
+    for position, inputs in reached.items():
+        sets.setdefault(inputs & made, []).append(position)
+    of_loss = None if loss is None else loss & made
+    first = max(sets, key=lambda inputs: (inputs == of_loss, len(inputs)))
+    nodes: list[Node] = []
+    for positions in [sets.pop(first), *sets.values()]:
+        ends = frozenset[int]().union(*[reached[p] for p in positions])
+        edges = [i if i in ends else None for i in wanted]
+        nodes.append(Node(positions, edges, within=not nodes or {None, *nodes[0].edges}.issuperset(edges)))
+    return nodes
 
 
 def _start(ctx: Any, region: Region, apart: Collection[int], pair: Pair | None = None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import time
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compiler.autograd import ApartStep, LossStep, PairStep
+from lightning_ort.compiler.autograd import ApartStep, LossStep, Node, PairStep, divided
 from lightning_ort.compiler.compilation import OVERLAP, Compilation, Pair
 from lightning_ort.compiler.contest import MEMORY, Choice, Contest, Key, measures
 from lightning_ort.compiler.executors.executable import Account, Eager, Executable, timed_in_torch
@@ -81,7 +80,7 @@ class Region:
         self._reached: dict[int, frozenset[int]] = {}
         self._edges: list[int | None] = []  # of those in wanted, what leads to any output
         self._partial: list[int] = []  # what leads to some outputs, and may have been made by something
-        self._nodes: dict[frozenset[int], list[_Node]] = {}
+        self._nodes: dict[frozenset[int], list[Node]] = {}
         self._changed: list[int] = []
         self._one_graph = False
         self._loss: Executable | None = None
@@ -303,36 +302,20 @@ class Region:
     def _apart(self, args: Sequence[Any], made: frozenset[int]) -> Sequence[torch.Tensor]:
         """A run whose outputs have one node for each set of those inputs, among ``made``, that lead to them."""
         if made not in self._nodes:
-            self._nodes[made] = self._divide(made)
+            reached = {position: self._reached[output] for position, output in self.outputs_by_position.items()}
+            loss = None if self._loss is None else self._reached[self.loss_output]
+            self._nodes[made] = divided(reached, self.wanted, made, loss)
         first, *others = self._nodes[made]
         apart = [p for node in others for p in node.positions]
         tensors = list(self._step(args, apart, [None if i is None else args[i] for i in first.edges]))
         if others:
             step = next(x.grad_fn for x in tensors if x.grad_fn is not None)
         for node in others:
-            outputs = [tensors[p] for p in node.positions]
-            inputs = [None if i is None else args[i] for i in node.edges]
-            again = ApartStep.apply(step, node.positions, node.within, *outputs, *inputs)
+            given = [tensors[p] for p in node.positions] + [None if i is None else args[i] for i in node.edges]
+            again = ApartStep.apply(step, node.positions, node.within, *given)
             for position, x in zip(node.positions, again, strict=True):
                 tensors[position] = x
         return tensors
-
-    def _divide(self, made: frozenset[int]) -> list[_Node]:
-        """The nodes of a run, in which inputs ``made`` have been made by something: first that of the run itself.
-
-        That is the one of the loss, or else of the outputs to which most inputs lead.
-        """
-        sets: dict[frozenset[int], list[int]] = {}
-        for position, output in self.outputs_by_position.items():
-            sets.setdefault(self._reached[output] & made, []).append(position)
-        of_loss = None if self._loss is None else self._reached[self.loss_output] & made
-        first = max(sets, key=lambda s: (s == of_loss, len(s)))
-        nodes: list[_Node] = []
-        for positions in [sets.pop(first), *sets.values()]:
-            reached = frozenset[int]().union(*[self._reached[self.outputs_by_position[p]] for p in positions])
-            edges = [i if i in reached else None for i in self.wanted]
-            nodes.append(_Node(positions, edges, within=not nodes or {None, *nodes[0].edges}.issuperset(edges)))
-        return nodes
 
     def run_loss(
         self, args: Sequence[Any]
@@ -456,21 +439,6 @@ class Region:
                     allow_unused=True,
                 )
             )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Node:
-    """Outputs that autograd visits by one node.
-
-    Attributes:
-        positions: of the outputs among the tensors of a run.
-        edges: by the inputs in :attr:`Region.wanted`, their numbers, or ``None`` for one that is not visited.
-        within: the first node of the run visits all that this one does.
-    """
-
-    positions: list[int]
-    edges: list[int | None]
-    within: bool
 
 
 def _shrink(unit: Executable | Pair) -> None:
