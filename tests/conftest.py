@@ -26,7 +26,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     skip = pytest.mark.skip(reason="runs on the stock build")
     for item in items:
-        if item.get_closest_marker("stock_only") is not None:
+        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        # what torch runs is the same beside any ONNX Runtime
+        if item.get_closest_marker("stock_only") is not None or parameters.get("placement") == "torch":
             item.add_marker(skip)
 
 

@@ -121,7 +121,7 @@ class _Reached:
         self._owners: set[type] = set()
         self._seen: set[types.FunctionType] = set()
         self._pending: list[tuple[types.FunctionType, bool]] = []
-        self._packages = {_package(base.__module__) for base in type(module).__mro__} - _FRAMEWORKS
+        self._packages = {_package(getattr(base, "__module__", None)) for base in type(module).__mro__} - _FRAMEWORKS
         self._add(method)
         self._add_class(type(module))
         for each in module.modules():
@@ -187,7 +187,8 @@ class _Reached:
     def _add_class(self, owner: type, instantiated: bool = False) -> None:
         if instantiated:
             self._add_attribute(owner, "__init__")
-        if owner in self._owners or _package(owner.__module__) in _FRAMEWORKS or owner.__module__ == "builtins":
+        package = _package(getattr(owner, "__module__", None))  # a class that exec makes may have none
+        if owner in self._owners or package in _FRAMEWORKS or package == "builtins":
             return
         self._owners.add(owner)
         special = {n for base in owner.__mro__ for n in vars(base) if n.startswith("__") and n.endswith("__")}

@@ -335,10 +335,10 @@ _BY_POSITION = ("hardshrink", "softshrink", "hardtanh", "relu6", "elu", "celu", 
 """Functions whose gradient in eager at NaN depends on the position in memory."""
 
 DIFFERENT = {
-    # products with matrices that hold zeros (sharp edges, "NaN, infinities, ties")
-    "F.avg_pool2d(image, 3, 2, padding=1, count_include_pad=False)": ("nan", "inf"),
-    "F.adaptive_avg_pool2d(image, (2, 4))": ("nan", "inf"),
-    'F.interpolate(image, size=(4, 4), mode="bilinear")': ("nan", "inf"),
+    # products with matrices that hold zeros (sharp edges, "NaN, infinities, ties"); of zeros, the sign is another
+    "F.avg_pool2d(image, 3, 2, padding=1, count_include_pad=False)": ("nan", "inf", "zeros"),
+    "F.adaptive_avg_pool2d(image, (2, 4))": ("nan", "inf", "zeros"),
+    'F.interpolate(image, size=(4, 4), mode="bilinear")': ("nan", "inf", "zeros"),
     # eager's vectorized kernels and what they leave to the other ones treat NaN and infinities differently
     "F.gelu(": ("inf",),
     **dict.fromkeys([f"F.{name}(" for name in _BY_POSITION], ("nan", "inf")),
