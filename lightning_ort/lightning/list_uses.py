@@ -11,6 +11,7 @@ import dis
 import functools
 import inspect
 import linecache
+import re
 import sys
 import sysconfig
 import types
@@ -75,14 +76,12 @@ class ListUses(NamedTuple):
 
 def uses_of_lists(module: nn.Module, method: Callable[..., Any]) -> ListUses:
     """The lists that ``method`` of ``module`` lets grow, and of which nothing it reaches sees more than a list has."""
-    uses = _Uses()
+    uses = _Uses(vars(module))
     for function in _Reached(module, method):
         uses.read(function)
     if uses.refuses_all:
         return ListUses()
-    return ListUses(
-        frozenset(uses.growing_lists - uses.no_lists), frozenset(uses.growing_dictionaries - uses.no_dictionaries)
-    )
+    return ListUses(uses.allowed_lists(), uses.allowed_dictionaries())
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -223,14 +222,26 @@ class _Reached:
 
 
 class _Uses:
-    """Sorts what functions do with attributes by whether a stand-in does it like a list, or a dictionary of them."""
+    """Sorts what functions do with attributes by whether a stand-in does it like a list, or a dictionary of them.
 
-    def __init__(self) -> None:
+    Args:
+        attributes: names of attributes that there are.
+    """
+
+    def __init__(self, attributes: Iterable[str]) -> None:
         self.refuses_all = False
-        self.growing_lists: set[str] = set()
-        self.growing_dictionaries: set[str] = set()
-        self.no_lists: set[str] = set()
-        self.no_dictionaries: set[str] = set()
+        self._attributes = list(attributes)
+        self._growing_lists: set[str] = set()
+        self._growing_dictionaries: set[str] = set()
+        # names, and regular expressions of names that are put together at run time
+        self._no_lists: set[str] = set()
+        self._no_dictionaries: set[str] = set()
+
+    def allowed_lists(self) -> frozenset[str]:
+        return _without(self._growing_lists, self._no_lists)
+
+    def allowed_dictionaries(self) -> frozenset[str]:
+        return _without(self._growing_dictionaries, self._no_dictionaries)
 
     def read(self, function: types.FunctionType) -> None:
         """Look at every attribute that ``function`` loads."""
@@ -258,29 +269,45 @@ class _Uses:
                 self._classify_getattr(scope, scope.parents[node])
 
     def _refuse(self, names: Iterable[str]) -> None:
-        self.no_lists.update(names)
-        self.no_dictionaries.update(names)
+        names = list(names)
+        self._no_lists.update(names)
+        self._no_dictionaries.update(names)
 
-    def _classify(self, scope: _Scope, name: str, node: ast.Attribute) -> None:
-        grows = scope.use_of_list(node)
-        if grows is None:
-            self.no_lists.add(name)
-        elif grows:
-            self.growing_lists.add(name)
-        grows = scope.use_of_dictionary(node)
-        if grows is None:
-            self.no_dictionaries.add(name)
-        elif grows:
-            self.growing_dictionaries.add(name)
+    def _classify(self, scope: _Scope, name: str, node: ast.expr) -> None:
+        """Take down what is done with attributes of a name, or of all names that a regular expression fits."""
+        names = [a for a in self._attributes if re.fullmatch(name, a)] if _is_pattern(name) else [name]
+        for use, growing, refused in (
+            (scope.use_of_list(node), self._growing_lists, self._no_lists),
+            (scope.use_of_dictionary(node), self._growing_dictionaries, self._no_dictionaries),
+        ):
+            if use is None:
+                refused.add(name)
+            elif use:
+                growing.update(names)
 
     def _classify_getattr(self, scope: _Scope, call: ast.AST) -> None:
         match call:
             case ast.Call(func=ast.Name(id="getattr"), args=[_, ast.Constant(value=str(name)), *_]):
                 self._refuse([name])
+            case ast.Call(func=ast.Name(id="getattr"), args=[_, ast.JoinedStr(values=parts)]):
+                told = [re.escape(str(p.value)) if isinstance(p, ast.Constant) else _ANY for p in parts]
+                self._classify(scope, "".join(told), call)
             case ast.Call(func=ast.Name(id="getattr"), args=[ast.Name(id=name), _, *_]) if scope.is_module(name):
                 return
             case _:
                 self.refuses_all = True
+
+
+_ANY = ".*"
+
+
+def _is_pattern(name: str) -> bool:
+    return _ANY in name
+
+
+def _without(names: set[str], refused: set[str]) -> frozenset[str]:
+    patterns = [re.compile(name) for name in refused if _is_pattern(name)]
+    return frozenset(n for n in names - refused if not any(p.fullmatch(n) for p in patterns))
 
 
 def _source(function: types.FunctionType) -> tuple[ast.FunctionDef | ast.AsyncFunctionDef | None, Counter[str]]:
