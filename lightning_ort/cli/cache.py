@@ -6,14 +6,9 @@ import argparse
 import contextlib
 from collections.abc import Sequence
 
-from lightning_ort.files.cache import Cache, cache_folder
+from lightning_ort.files.cache import KINDS, Cache, cache_folder
 
 __all__ = ["cache"]
-
-_KINDS = {
-    "choices": "graphs of which it is known who runs them fastest",
-    "sizes": "kinds of batches of which it is known which sizes change",
-}
 
 
 def cache(arguments: Sequence[str] = ()) -> int:
@@ -33,7 +28,7 @@ def cache(arguments: Sequence[str] = ()) -> int:
     parser.add_argument("--clear", action="store_true", help="remove all of it")
     clear = parser.parse_args(arguments).clear
     print(cache_folder())
-    for kind, what in _KINDS.items():
+    for kind, what in KINDS.items():
         entries = Cache(kind)
         if clear:
             print(f"{kind}: {entries.clear()} removed")

@@ -214,11 +214,11 @@ def _gradients_of_pair(step: Any, node: Any, arrived: Mapping[int, torch.Tensor]
     """
     region: Region = step.region
     pair: Pair = step.pair
-    keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
     if not arrived:
-        node.in_torch |= not keeps  # autograd, on its way to others, lets go of saved tensors here as well
+        # autograd, on its way to others, lets go of saved tensors here as well
+        node.in_torch |= not torch._C._autograd._get_current_graph_task_keep_graph()
         return [None] * len(region.wanted)
-    kept, _ = _take_kept(step, arrived)
+    kept, keeps = _take_kept(step, arrived)
     in_torch, read_again = node.in_torch, node.read_again
     if not keeps:  # autograd lets go of saved tensors
         node.in_torch, node.read_again = True, {}

@@ -54,12 +54,15 @@ def no_fast_path() -> Iterator[None]:
     if not torch.backends.mha.get_fastpath_enabled():
         yield
         return
+    is_torchs = torch.nn.TransformerEncoder.forward is _slow_forward  # and no other's patch
     torch.backends.mha.set_fastpath_enabled(False)
-    torch.nn.TransformerEncoder.forward = _encoder_forward  # type: ignore[method-assign]
+    if is_torchs:
+        torch.nn.TransformerEncoder.forward = _encoder_forward  # type: ignore[method-assign]
     try:
         yield
     finally:
-        torch.nn.TransformerEncoder.forward = _slow_forward  # type: ignore[method-assign]
+        if is_torchs:
+            torch.nn.TransformerEncoder.forward = _slow_forward  # type: ignore[method-assign]
         torch.backends.mha.set_fastpath_enabled(True)
 
 
@@ -80,8 +83,7 @@ def _encoder_forward(
     output = _slow_forward(self, src, mask, src_key_padding_mask, is_causal)
     if src_key_padding_mask is None or not _leaves_padding_out(self, src, mask):
         return output
-    boolean = src_key_padding_mask.dtype == torch.bool
-    padding = src_key_padding_mask if boolean else src_key_padding_mask == -torch.inf
+    padding = src_key_padding_mask.bool()
     filled = torch.zeros_like(output)
     if self.norm is not None:
         filled = self.norm(filled)

@@ -32,10 +32,6 @@ from lightning_ort.runtime.factory import SessionFactory
 __all__ = ["Region"]
 
 
-_TRIES = 8
-"""batches with which measuring is tried"""
-
-
 class Region:
     """Executes Dynamo's graph in ONNX Runtime, with gradients.
 
@@ -86,7 +82,6 @@ class Region:
         self._loss: Executable | None = None
         self._pair: Pair | None = None
         self._plain: Executable | None = None
-        self._executable: Executable  # the one of them that makes the outputs
         self.first_run = FirstRun(graph, self.wanted, self.device, self._surroundings)
         self._compilation = Compilation(
             graph,
@@ -99,7 +94,6 @@ class Region:
             verify=verify,
         )
         self._contest: Contest | None = None
-        self._not_measured = 0  # times that could not be done with the data at hand
         self._choice: Choice | None = None
         self._eager = self._overlaps = False
         self._in_eager: Callable[..., Any] = graph.forward
@@ -207,7 +201,6 @@ class Region:
             partial = (anywhere - everywhere).intersection(self.wanted)
             self._partial = [i for i in sorted(partial) if not isinstance(self._fakes[i], torch.nn.Parameter)]
             self._nodes = {}
-        self._executable = executable
         self._changed = self.first_run.changed = [i for i, _ in executable.updates]
         self.has_draws = executable.has_draws
         self._layout.learn(executable)
@@ -232,10 +225,6 @@ class Region:
                 eager_counts=self.scaling is None,
             )
         if found is None:
-            self._not_measured += 1
-            if self._not_measured == _TRIES:
-                self._contest = None
-                self._choose(unit)
             return
         self._contest = None
         chosen, choice = found
@@ -285,7 +274,10 @@ class Region:
             self._compare(self._contest, args)
         if self._eager:
             return self._in_eager(*args)
-        executable = self._executable
+        executable = self._plain or self._loss
+        if executable is None:
+            assert self._pair is not None
+            executable = self._pair.forward
         if executable is self._plain:
             tensors = self._layout.unique(self._execute(executable, args, {}))
         elif self._partial and (made := frozenset(i for i in self._partial if args[i].grad_fn is not None)):

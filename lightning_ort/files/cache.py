@@ -15,7 +15,13 @@ import platformdirs
 from lightning_ort._version import __version__
 from lightning_ort.files.writing import write_file
 
-__all__ = ["Cache", "cache_folder"]
+__all__ = ["KINDS", "Cache", "cache_folder"]
+
+KINDS = {
+    "choices": "graphs of which it is known who runs them fastest",
+    "sizes": "kinds of batches of which it is known which sizes change",
+}
+"""names of the kinds of entries, and what there is one of for each"""
 
 _FOLDER, _SIZE = "LIGHTNING_ORT_CACHE_DIR", "LIGHTNING_ORT_CACHE_SIZE"
 _DEFAULT_SIZE = 64 << 20
@@ -43,7 +49,7 @@ class Cache:
     """One kind of entries, each a mapping in JSON.
 
     Attributes:
-        kind: name of the kind, and of the folder of its entries.
+        kind: name of the kind, one of :data:`KINDS`, and of the folder of its entries.
     """
 
     kind: str
@@ -97,8 +103,8 @@ class Cache:
     def _shrink(limit: int) -> None:
         """Remove what was not used for longest, of any kind, until the rest takes less than ``limit`` bytes."""
         known = []
-        for kind in cache_folder().iterdir():
-            for entry in Cache(kind.name).entries():
+        for kind in KINDS:  # other folders beside them are somebody else's
+            for entry in Cache(kind).entries():
                 with contextlib.suppress(OSError):
                     found = entry.stat()
                     known.append((found.st_mtime, max(found.st_size, _BLOCK), entry.path))

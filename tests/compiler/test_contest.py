@@ -282,12 +282,17 @@ def test_the_cache_keeps_its_size(monkeypatch):
     cache, other = Cache("choices"), Cache("sizes")
     other.write("older", {})
     os.utime(other.folder / "older.json", (0, 0))
+    foreign = cache.folder.parent / "settings" / "mine.json"  # the user's, in a folder that holds more than the cache
+    foreign.parent.mkdir()
+    foreign.write_text("{}")
+    os.utime(foreign, (0, 0))
     monkeypatch.setenv("LIGHTNING_ORT_CACHE_SIZE", str(5 * 4096))
     for i in range(10):
         cache.write(f"entry{i}", {"text": "x" * 60})
         os.utime(cache.folder / f"entry{i}.json", (i, i))
     assert sorted(entry.name for entry in cache.entries()) == [f"entry{i}.json" for i in range(5, 10)]
     assert cache.read("entry9") is not None and other.read("older") is None
+    assert foreign.exists()
     monkeypatch.setenv("LIGHTNING_ORT_CACHE_SIZE", "0")
     cache.write("more", {})
     assert cache.read("more") is None

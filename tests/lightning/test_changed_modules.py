@@ -150,13 +150,15 @@ class Padded(Classifier):
         self.encoder = nn.TransformerEncoder(layer, 2, norm=copy.deepcopy(self.norm))
         self.head = nn.Linear(FEATURES, CLASSES)
 
-    def loss(self, batch, at_the_end=True):
+    def loss(self, batch, at_the_end=True, additive=False):
         x, y = batch
         sequences = torch.stack([x, 2 * x, -x], 1)
         padding = torch.zeros(sequences.shape[:2], dtype=torch.bool)
         padding[1:, 1:] = True
         if not at_the_end:
             padding[1] = torch.tensor([True, False, False])
+        if additive:
+            padding = torch.zeros(padding.shape).masked_fill(padding, -1e4)
         return F.cross_entropy(self.head(self.encoder(sequences, src_key_padding_mask=padding).mean(1)), y)
 
     def training_step(self, batch, batch_idx):
@@ -165,6 +167,7 @@ class Padded(Classifier):
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.loss(batch))
         self.log("val_other", self.loss(batch, at_the_end=False))
+        self.log("val_additive", self.loss(batch, additive=True))
 
 
 class PaddedAndNormalized(Padded):
