@@ -27,8 +27,9 @@ from benchmarks.projects import of_a_minute
 from benchmarks.training_session import main as training_session
 from lightning_ort.bench.measure import Settings
 
+pytestmark = pytest.mark.stock_only
 
-@pytest.mark.stock_only
+
 @pytest.mark.slow
 def test_command_measures_each_strategy_in_turns(tmp_path, capsys):
     options = ["--only", "models", "--models", "rl", "--strategies", "auto", "ort", "--precision", "32-true"]
@@ -61,7 +62,6 @@ def test_command_measures_each_strategy_in_turns(tmp_path, capsys):
     assert "auto" in capsys.readouterr().out
 
 
-@pytest.mark.stock_only
 @pytest.mark.slow
 def test_failure_of_a_child_is_a_result():
     report = run_part("growth", "32-true", ["auto"], Settings.quick(), layers=["no number"])
@@ -124,7 +124,6 @@ def test_table_of_ranks():
     assert scaling.path_of(report).name == "data-parallel-x.json"
 
 
-@pytest.mark.stock_only
 @pytest.mark.slow
 def test_steps_of_two_ranks(tmp_path):
     options = ["--models", "mlp", "--ranks", "2", "--scaling", "strong", "--steps", "4", "--rounds", "1"]
@@ -210,7 +209,6 @@ def test_projects_are_compared_as_scripts_of_a_minute():
     assert ratios.series == {"ort, cold": [0.812]} and seconds.series == {"ort, cold": [11.0]}
 
 
-@pytest.mark.stock_only
 @pytest.mark.slow
 def test_a_project_runs_twice_with_each_strategy():
     report = run_part("everyday", "32-true", ["ort"], Settings.quick(1), projects=["tabular"], seconds=0.0)
@@ -224,7 +222,6 @@ def test_a_project_runs_twice_with_each_strategy():
     assert cold["compiler"]["graphs"] >= 3 and cold["compiler"]["compile_seconds"] > 0
 
 
-@pytest.mark.stock_only
 @pytest.mark.parametrize("name", PROJECTS)
 def test_every_project_trains(name, monkeypatch):
     definition = load_project(name)
@@ -258,7 +255,6 @@ def test_ondevice_command_measures_the_contestants_in_turns(capsys):
     assert "lightning_ort" in capsys.readouterr().out
 
 
-@pytest.mark.stock_only
 def test_training_session_command_measures_both_in_turns(capsys):
     results = training_session(["--models", "mlp", "--rounds", "1", "--threads", "1"])
     assert list(results["mlp"]) == ["TrainingSession", "eager, fused Adam"]

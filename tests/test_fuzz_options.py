@@ -6,6 +6,8 @@ import pytest
 
 from tests.fuzz.options import DOORS, Draw, run
 
+pytestmark = pytest.mark.stock_only
+
 
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path, monkeypatch):

@@ -13,6 +13,8 @@ import pytest
 import lightning_ort
 from lightning_ort._moved import MOVED
 
+pytestmark = pytest.mark.stock_only
+
 ROOT = Path(lightning_ort.__file__).parent
 FILES = {
     ".".join(p.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): p for p in ROOT.rglob("*.py")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from lightning_ort.compiler.compilation import Pair
     from lightning_ort.compiler.region import Region
 
-__all__ = ["ApartStep", "LossStep", "Node", "PairStep", "divided"]
+__all__ = ["ApartStep", "LossStep", "Node", "PairStep", "all_finite", "divided"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,12 +149,14 @@ class LossStep(torch.autograd.Function):
             if not again and set(arrived) != {ctx.loss}:
                 region.leave_loss()
             return (None, None, None, *region.recompute(kept, ctx.rng, arrived, create_graph=again))
-        if keeps:
-            gradients = [None if g is None else g.clone() for g in gradients]
         # a comparison would wait for the device; on the CPU it saves a pass over all gradients
         factor: Any = arrived[ctx.loss]
         if factor.device.type == "cpu":
             factor = factor.item()
+            if ctx.finite is None and _makes_nan(factor, gradients):
+                return (None, None, None, *region.recompute(kept, ctx.rng, arrived, create_graph=False))
+        if keeps:
+            gradients = [None if g is None else g.clone() for g in gradients]
         if ctx.finite is None:
             _multiply([g for g in gradients if g is not None], factor)
         else:
@@ -164,6 +167,19 @@ class LossStep(torch.autograd.Function):
             inputs = [kept.args[i] for i in region.wanted]
             region.scaling.note(ctx.finite, [x for x in inputs if isinstance(x, torch.nn.Parameter)])
         return (None, None, None, *gradients)
+
+
+def _makes_nan(factor: float, gradients: Sequence[torch.Tensor | None]) -> bool:
+    """Whether a zero may meet what is not finite, in a product at the end where eager need not have one."""
+    if math.isfinite(factor):
+        return factor == 0.0 and not all_finite([g for g in gradients if g is not None])
+    return True
+
+
+def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all entries of floating-point ``tensors`` are."""
+    largest = torch._foreach_norm([x for x in tensors if x.numel()], math.inf) if any(map(torch.numel, tensors)) else ()
+    return all(bool(x.isfinite()) for x in largest)
 
 
 def _multiply(gradients: list[torch.Tensor], factor: Any) -> None:

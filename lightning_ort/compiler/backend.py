@@ -12,6 +12,7 @@ from torch import fx
 from lightning_ort.compiler.checkpointing import as_in_eager
 from lightning_ort.compiler.executors.executable import Account, timed_in_torch
 from lightning_ort.compiler.functional_graph import Untraceable
+from lightning_ort.compiler.kept import in_torch
 from lightning_ort.compiler.loss_scale import LossScaling
 from lightning_ort.compiler.placement import source_line
 from lightning_ort.compiler.plan import Fallback
@@ -87,7 +88,7 @@ class ORTBackend:
                 self._fallback([fallback])
             except UnsupportedError as error:
                 return _raising(error)
-            return Located(graph, timed_in_torch(graph.forward), torch.device("cpu"))
+            return Located(graph, timed_in_torch(in_torch(graph)), torch.device("cpu"))
         except Exception as error:
             # Dynamo would wrap it in an exception of its own; raised at the call it keeps its type
             return _raising(error)

@@ -16,7 +16,7 @@ from lightning_ort.compiler.symbolic_shapes import is_number
 from lightning_ort.compiler.trace import Traced
 from lightning_ort.runtime.memory import storage_key
 
-__all__ = ["Keeping", "Kept", "before_write"]
+__all__ = ["Keeping", "Kept", "before_write", "in_torch"]
 
 
 @dataclasses.dataclass
@@ -187,6 +187,20 @@ def before_write(tensors: Iterable[torch.Tensor]) -> None:
         storages = {storage_key(x) for x in tensors}
         for kept in list(_SEALED):
             kept.before_write(storages)
+
+
+def in_torch(graph: fx.GraphModule) -> Callable[..., Any]:
+    """Dynamo's ``graph``, run by torch; what it changes in place is copied for the runs that need it."""
+    examples = [n.meta.get("example_value") for n in graph.graph.nodes if n.op == "placeholder"]
+    written = [i for i, x in enumerate(examples) if isinstance(x, torch.Tensor) and x._version]
+    if not written:
+        return graph.forward
+
+    def call(*args: Any) -> Any:
+        before_write([args[i] for i in written])
+        return graph.forward(*args)
+
+    return call
 
 
 class _Restored(torch.autograd.Function):

@@ -11,6 +11,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from lightning_ort.compiler.executors.executable import Executable
+from lightning_ort.compiler.functional_graph import Untraceable
 from lightning_ort.compiler.symbolic_shapes import Sizes
 from lightning_ort.runtime.memory import storage_key
 
@@ -201,20 +202,47 @@ def same_storage(a: Any, b: Any) -> bool:
 
 
 def input_views(graph: fx.GraphModule, sizes: Sizes) -> dict[int, InputView]:
-    """Output number to the view it is, for Dynamo's ``graph``."""
+    """Output number to the view it is, for Dynamo's ``graph``.
+
+    Raises:
+        Untraceable: the graph hides which input the view is of.
+    """
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
-    examples = [n.meta.get("example_value") for n in placeholders]
     views = {}
     for i, result in enumerate(graph.graph.output_node().args[0]):
         val = result.meta.get("example_value") if isinstance(result, fx.Node) else None
         if not isinstance(val, torch.Tensor):
             continue
-        for j, example in enumerate(examples):
-            if same_storage(val, example) and val.dtype == example.dtype:
-                geometry = sizes.evaluator([*val.shape, *val.stride(), val.storage_offset()])
-                views[i] = InputView(j, geometry, val.dim(), _follows(val, example))
-                break
+        sources = [
+            j
+            for j, node in enumerate(placeholders)
+            if same_storage(val, x := node.meta.get("example_value")) and val.dtype == x.dtype
+        ]
+        if sources:
+            # two inputs may be views of one tensor: gradients go by way of the one this is made from
+            origin = _origin(result) if len(sources) > 1 else placeholders[sources[0]]
+            if origin in (placeholders[j] for j in sources):
+                source = placeholders.index(origin)
+            elif val.requires_grad:
+                raise Untraceable("it gives a view of one of two inputs in the same memory, and does not tell of which")
+            else:
+                source = sources[0]
+            geometry = sizes.evaluator([*val.shape, *val.stride(), val.storage_offset()])
+            views[i] = InputView(source, geometry, val.dim(), _follows(val, placeholders[source].meta["example_value"]))
     return views
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    """The first of a chain of views, and of changes in place, that ends in ``node``: each is made from its first
+    argument in the same memory.
+    """
+    while True:
+        val = node.meta.get("example_value")
+        before = (n for n in node.all_input_nodes if same_storage(n.meta.get("example_value"), val))
+        source = next(before, None)
+        if source is None:
+            return node
+        node = source
 
 
 def overlap(tensors: Sequence[Any], changed: Sequence[int]) -> bool:

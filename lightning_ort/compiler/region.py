@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compiler.autograd import ApartStep, LossStep, Node, PairStep, divided
+from lightning_ort.compiler.autograd import ApartStep, LossStep, Node, PairStep, all_finite, divided
 from lightning_ort.compiler.compilation import OVERLAP, Compilation, Pair
 from lightning_ort.compiler.contest import MEMORY, Choice, Contest, Key, measures
 from lightning_ort.compiler.executors.executable import Account, Eager, Executable, timed_in_torch
@@ -19,7 +18,7 @@ from lightning_ort.compiler.first_run import FirstRun, Incoming
 from lightning_ort.compiler.functional_graph import Untraceable
 from lightning_ort.compiler.global_state import Surroundings, drawing_as_traced
 from lightning_ort.compiler.graph_report import report_of
-from lightning_ort.compiler.kept import Kept, before_write
+from lightning_ort.compiler.kept import Kept, before_write, in_torch
 from lightning_ort.compiler.loss_scale import LossScaling
 from lightning_ort.compiler.outputs import OutputLayout, overlap
 from lightning_ort.compiler.placement import source_line
@@ -96,7 +95,7 @@ class Region:
         self._contest: Contest | None = None
         self._choice: Choice | None = None
         self._eager = self._overlaps = False
-        self._in_eager: Callable[..., Any] = graph.forward
+        self._in_eager = in_torch(graph)
         self._quiet = _uncounted(graph)
         self.differentiable = differentiable = self._layout.differentiable
         if differentiable and not (self.wanted and torch.is_grad_enabled()):
@@ -174,7 +173,7 @@ class Region:
             account = Eager()
             account.milliseconds, account.choosing_seconds = choice.milliseconds, seconds
             self._tell(account, choice)
-            self._in_eager = timed_in_torch(self.graph.forward, account.report)
+            self._in_eager = timed_in_torch(self._in_eager, account.report)
         self._eager, self._choice, self._loss, self._pair, self._plain = True, choice, None, None, None
 
     def _tell_of_overlap(self) -> None:
@@ -269,7 +268,7 @@ class Region:
     def __call__(self, *args: Any) -> Sequence[Any]:
         if self._changed and overlap(args, self._changed):
             self._tell_of_overlap()
-            return self.graph(*args)
+            return self._in_eager(*args)
         if self._contest is not None:
             self._compare(self._contest, args)
         if self._eager:
@@ -386,9 +385,7 @@ class Region:
         reached = keeping.eager.reached
         shared = frozenset[int]().union(*[inputs for output, inputs in reached.items() if output not in outputs])
         pairs = zip(self.wanted, gradients, strict=True)
-        doubtful = [g for i, g in pairs if i in shared and g is not None and g.numel()]
-        largest = torch._foreach_norm(doubtful, math.inf) if doubtful else ()
-        return all(bool(x.isfinite()) for x in largest)
+        return all_finite([g for i, g in pairs if i in shared and g is not None])
 
     def _execute(
         self, executable: Executable, args: Sequence[Any], incoming: Incoming, scale: torch.Tensor | None = None

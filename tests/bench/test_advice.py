@@ -7,6 +7,8 @@ import pytest
 from lightning_ort.bench.advice import advice, break_even, stretches
 from lightning_ort.bench.table import caption, markdown_table, step_columns, step_rows
 
+pytestmark = pytest.mark.stock_only
+
 
 def result(strategy: str, step_ms: float, compile_s: float = 0.0, **further) -> dict:
     return {"model": "net", "strategy": strategy, "step_ms": step_ms, "compile_s": compile_s, **further}

@@ -12,6 +12,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from modules import Classifier, TableData
 from parity import quiet
 
+pytestmark = pytest.mark.stock_only
+
 pytest.importorskip("jsonargparse")
 
 HELPERS = Path(__file__).parents[1] / "helpers"
@@ -54,7 +56,6 @@ def call(*arguments: str) -> int:
     return main(["bench", *arguments, *QUICK])
 
 
-@pytest.mark.stock_only
 @pytest.mark.slow
 def test_strategies_of_a_configuration_are_compared(project, capsys):
     (project / "config.yaml").write_text(
@@ -72,7 +73,6 @@ def test_strategies_of_a_configuration_are_compared(project, capsys):
     assert os.listdir(project) == ["config.yaml"]
 
 
-@pytest.mark.stock_only
 @pytest.mark.slow
 def test_a_module_that_fails(project, capfd):
     assert call("--model=test_bench.Fails", "--data=modules.TableData", "--strategies=[auto]") == 2

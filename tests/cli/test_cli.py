@@ -13,6 +13,8 @@ from lightning.pytorch.loggers import CSVLogger
 from modules import Classifier, TableData, table
 from parity import STRATEGY, assert_in_ort, assert_same_metrics, assert_same_state, needs_ort, quiet, state_of
 
+pytestmark = pytest.mark.stock_only
+
 pytest.importorskip("jsonargparse")
 
 QUIET = [

@@ -14,6 +14,8 @@ import pytest
 from modules import Classifier
 from parity import needs_ort, quiet
 
+pytestmark = pytest.mark.stock_only
+
 pytest.importorskip("jsonargparse")
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +66,6 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"{lightning_ort.__version__}\n"
 
 
-@pytest.mark.stock_only
 @pytest.mark.parametrize(
     "arguments", [["--version"], ["--help"], ["doctor", "--help"], ["cache", "--help"], ["new", "--help"], ["ftt"]]
 )
@@ -75,13 +76,11 @@ def test_that_what_needs_no_torch_does_not_wait_for_it(arguments):
     assert "lightning_ort" in imported and not imported & {"torch", "lightning", "numpy", "onnx", "onnxruntime"}
 
 
-@pytest.mark.stock_only
 def test_that_a_console_script_does_not_wait_for_torch():
     start = "import sys; sys.argv = ['/usr/bin/lightning-ort', '--version']; from lightning_ort.cli import main; main()"
     assert python(code=f"{start}; print('torch' in sys.modules)").stdout.split()[1:] == ["False"]
 
 
-@pytest.mark.stock_only
 def test_that_an_import_registers_the_strategy():
     """Also where another module is run by ``-m``, and where the package is named after ``lightning_ort``."""
     check = "from lightning.pytorch.strategies import StrategyRegistry as r; print('ort' in r)"
@@ -90,7 +89,6 @@ def test_that_an_import_registers_the_strategy():
         assert python(code=code).stdout == "True\n", argv
 
 
-@pytest.mark.stock_only
 def test_doctor_where_torch_is_broken():
     code = "import sys; sys.argv = ['lightning-ort']; sys.modules['torch'] = None\n"
     run = python(code=code + "from lightning_ort.cli import main; print(main(['doctor']), main(['fit']))")

@@ -18,7 +18,7 @@ import yaml
 from parity import needs_ort, quiet
 
 pytest.importorskip("jsonargparse")
-pytestmark = needs_ort
+pytestmark = [needs_ort, pytest.mark.stock_only]
 
 ROOT = Path(__file__).parents[2]
 
@@ -134,7 +134,6 @@ def test_other_experiment(template, capsys):
     assert settings["trainer"]["max_epochs"] == settings["lr_scheduler"]["init_args"]["T_max"] == 10
 
 
-@pytest.mark.stock_only
 def test_a_sweep_draws_its_losses(template):
     image = pytest.importorskip("matplotlib.image")
     sweep = sweep_of(template)
@@ -144,7 +143,6 @@ def test_a_sweep_draws_its_losses(template):
     assert picture.shape[:2] == (675, 1050) and picture.std() > 0.05
 
 
-@pytest.mark.stock_only
 def test_a_new_project_passes_its_tests(template):
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
@@ -172,7 +170,6 @@ def test_a_project_is_not_written_over_another(template, capsys):
     assert (template / "empty" / "sweep.py").is_file() and not (template / "empty" / "runs").exists()
 
 
-@pytest.mark.stock_only
 @pytest.mark.slow
 def test_two_processes(template):
     """Each has half of the training rows; metrics are of all validation rows, and one of them writes and prints."""

@@ -335,6 +335,25 @@ def test_raises_where_eager_raises(change):
             loss.backward()
 
 
+def test_changed_by_what_torch_runs():
+    """A region that is left to torch changes what the one before reads again, and eager does not."""
+
+    def step(x, labels):
+        h = x * 2
+        near = F.cosine_similarity(h[:, :2], h[:, 1:3], dim=-1)
+        graph_break()
+        own = h[torch.arange(len(h)), labels]
+        some = near[near.detach() > -2].sum()  # a graph break
+        h.select(-1, 0).mul_(2.0)
+        return own.square().mean() + own.max() + x.sum() + some.detach()
+
+    compiled, labels = compile(step), torch.randint(4, (6,))
+    for _ in range(3):
+        x = torch.randn(6, 4, requires_grad=True)
+        got, expected = (torch.autograd.grad(function(x, labels), x)[0] for function in (compiled, step))
+        torch.testing.assert_close(got, expected)
+
+
 def test_change_that_nobody_saw():
     """A gradient that is computed again, from an input that the user has changed and eager does not need."""
     net, (x, _) = Net(), batch(torch.float32)

@@ -387,3 +387,67 @@ def test_gradients_of_views(step, placement):
                 assert (got is None) == (expected is None)
                 if expected is not None:
                     torch.testing.assert_close(got, expected)
+
+
+def of_two_views(x, y):
+    first, last = y[..., :2], y[..., 1:]
+    graph_break()
+    return x.sum(), first.unsqueeze(0), last.unsqueeze(0), first * last[..., :2]
+
+
+def of_a_view(x, y):
+    part = y.narrow(-1, 0, 2)
+    graph_break()
+    return x.sum() + y.sum(), y * 2, part.transpose(0, -1)
+
+
+def of_a_base(x, y):
+    part = y.narrow(-1, 0, 2)
+    graph_break()
+    return x.sum() + part.sum(), part * 2, y.transpose(0, -1), y[0]
+
+
+def of_a_base_beside_what_is_detached(x, y):
+    y = y * 2
+    part = y.detach()[..., 1:]
+    graph_break()
+    return x.sum() + y.sum(), part * 2, y.transpose(0, -1), part[0]
+
+
+def of_a_base_whose_view_is_changed(x, y):
+    y = y * 2
+    part = y.narrow(-1, 0, 2)
+    graph_break()
+    part.add_(1)
+    return x.sum() + y.sum(), part.transpose(0, -1), y[0]
+
+
+def of_a_base_by_a_checkpoint(x, y):
+    part = y.narrow(-1, 0, 2)
+    graph_break()
+    layers = torch.utils.checkpoint.checkpoint(
+        lambda part, y: (part * y[..., :2].sum(), y.transpose(0, 1)), part, y, use_reentrant=False
+    )
+    return x.sum(), *layers
+
+
+@pytest.mark.parametrize("placement", ["onnxruntime", "torch"])
+@pytest.mark.parametrize("step", [of_two_views, of_a_view, of_a_base, of_a_base_beside_what_is_detached,
+                                  of_a_base_whose_view_is_changed, of_a_base_by_a_checkpoint])  # fmt: skip
+def test_views_of_inputs_that_share_memory(step, placement):
+    """Gradients at an output that is a view go to the input it was made from, not to another one in its memory."""
+
+    def run(function, wanted):
+        generator = torch.Generator().manual_seed(0)
+        x, y = (torch.randn(*shape, generator=generator, requires_grad=True) for shape in ((6, 4), (6, 3, 4)))
+        outputs = [o for i, o in enumerate(function(x, y)) if i in wanted and o.requires_grad]
+        total = sum((o * torch.linspace(1, 2, o.numel()).view(o.shape)).sum() for o in outputs)
+        gradients = torch.autograd.grad(total, [x, y], allow_unused=True) if outputs else ()
+        return [*[o.detach() for o in outputs], *gradients]
+
+    compiled = torch.compile(step, backend="lightning_ort", options={"placement": placement})
+    for wanted in ((0,), (1,), (2,), (0, 2), (1, 2), (0, 1, 2, 3)):
+        for got, expected in zip(run(compiled, wanted), run(step, wanted), strict=True):
+            assert (got is None) == (expected is None), wanted
+            if expected is not None:
+                torch.testing.assert_close(got, expected)

@@ -11,6 +11,8 @@ import pytest
 
 from lightning_ort.compiler.passes import standardize
 
+pytestmark = pytest.mark.stock_only
+
 GRAPH = """
 <ir_version: 10, opset_import: ["": 20, "com.microsoft": 1]>
 g (float[2,3,4] a, float[2,5,4] b, float[] n) => (float[2,3,5] out)

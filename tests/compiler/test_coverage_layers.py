@@ -12,6 +12,8 @@ from torch import nn
 
 from lightning_ort.compiler import ORTBackend
 
+pytestmark = pytest.mark.stock_only
+
 BATCH = 6
 VECTOR, SEQUENCE, IMAGE, VOLUME = (8,), (5, 8), (4, 9, 9), (4, 6, 6, 6)
 

@@ -6,6 +6,8 @@ import pytest
 
 from lightning_ort.compiler.dynamo_words import compiled_again, function_name, graph_break, why
 
+pytestmark = pytest.mark.stock_only
+
 
 def raw(summary: str, explanation: str) -> str:
     """A reason as Dynamo writes them."""

@@ -20,6 +20,8 @@ from lightning_ort.compiler.plan import Plan
 from lightning_ort.compiler.rounding import RoundingNoise
 from lightning_ort.verification import has_nan, varied
 
+pytestmark = pytest.mark.stock_only
+
 NETWORKS = int(os.environ.get("LIGHTNING_ORT_TEST_NETWORKS", "5"))
 DRAWS = 6
 aten = torch.ops.aten

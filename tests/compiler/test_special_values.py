@@ -223,6 +223,27 @@ def test_a_network_that_diverges_does_so_here(bad: float) -> None:
             assert torch.equal(got, expected), f"{name}, {bad} in the {place}"
 
 
+@pytest.mark.parametrize("factor", [math.nan, math.inf, 0.0, 0.5])
+def test_gradients_that_arrive_at_a_loss(factor: float) -> None:
+    """Entries that do not lead to the loss stay zero, whatever arrives there; a loss that does not count is none."""
+
+    def step(x: Tensor) -> Tensor:
+        return torch.diagonal(x).sum() + x[0].sqrt().sum()
+
+    compiled = torch.compile(step, backend="lightning_ort")
+    for start in (1.0, 0.0):  # where the square root's derivative is infinite
+        x = torch.full((5, 4), start, requires_grad=True)
+        for retain in (True, False):
+            found = []
+            for function in (step, compiled):
+                loss = function(x)
+                for again in range(1 + retain):
+                    (gradient,) = torch.autograd.grad(loss, x, torch.tensor(factor), retain_graph=retain and not again)
+                    found.append(gradient)
+            for got, expected in zip(found[len(found) // 2 :], found[: len(found) // 2], strict=True):
+                torch.testing.assert_close(got, expected, equal_nan=True)
+
+
 @pytest.mark.parametrize("verify", [True, False])
 def test_outputs_without_gradients_stay_out_of_those_of_others(verify: bool) -> None:
     """A region's outputs that lead to no loss have NaN gradients nowhere, whatever their values."""

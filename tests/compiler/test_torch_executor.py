@@ -18,6 +18,8 @@ from lightning_ort.compiler import ORTBackend
 from lightning_ort.compiler.loss_scale import LossScaling
 from lightning_ort.runtime.config import RuntimeConfig
 
+pytestmark = pytest.mark.stock_only
+
 
 def compiled(function, **options):
     graphs = []

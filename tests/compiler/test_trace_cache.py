@@ -17,6 +17,8 @@ from lightning_ort.compiler import ORTBackend, compilation
 from lightning_ort.compiler.trace_cache import TRACES, copied
 from lightning_ort.runtime.config import RuntimeConfig
 
+pytestmark = pytest.mark.stock_only
+
 
 @pytest.fixture(autouse=True)
 def traces(monkeypatch):

@@ -12,6 +12,8 @@ from torch import Tensor, tensor
 
 from lightning_ort import RefusedValueError
 
+pytestmark = pytest.mark.stock_only
+
 NAN_AS_INTEGER = -(2**63)
 
 random = torch.Generator().manual_seed(0)

@@ -9,6 +9,8 @@ import torch
 
 from .test_data_parallel import assert_close, launch
 
+pytestmark = pytest.mark.stock_only
+
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):

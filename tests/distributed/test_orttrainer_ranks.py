@@ -17,6 +17,8 @@ from lightning_ort.distributed.processes import join
 
 from .test_data_parallel import assert_close, assert_ranks_equal, launch
 
+pytestmark = pytest.mark.stock_only
+
 HERE = Path(__file__).parent
 
 

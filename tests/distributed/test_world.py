@@ -12,6 +12,8 @@ from lightning_ort import ORTArtifacts, ORTExport
 
 from .test_data_parallel import assert_close, assert_ranks_equal, launch
 
+pytestmark = pytest.mark.stock_only
+
 SCRIPT = Path(__file__).parent / "world_worker.py"
 
 
@@ -66,7 +68,6 @@ def test_memory_of_states_in_parts(ranks):
     assert sum(rank["memory"]["parts"] for rank in ranks) == ranks[0]["memory"]["whole"]
 
 
-@pytest.mark.stock_only
 def test_resumed_by_other_numbers_of_ranks(tmp_path):
     """4, 2, 1 and 2, an epoch each, with batches of as many rows in sum: the losses of a run in one piece."""
     four = run(4, tmp_path, "epoch 0", "memory")

@@ -30,6 +30,8 @@ from parity import (
     state_of,
 )
 
+pytestmark = pytest.mark.stock_only
+
 VALIDATION = partial(table, 48, seed=1)
 
 

@@ -13,7 +13,7 @@ from parity import assert_fit_parity, make_trainer, needs_ort, quiet, step_repor
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
-pytestmark = needs_ort
+pytestmark = [needs_ort, pytest.mark.stock_only]
 
 
 class Clipped(Classifier):

@@ -24,6 +24,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ort import CheckpointError, ORTFabricStrategy, UnsupportedError
 from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS
 
+pytestmark = pytest.mark.stock_only
+
 STEPS = 36
 SINGLE, DOUBLE = 1e-4, 1e-9
 

@@ -12,6 +12,8 @@ from modules import Classifier, Regressor, curve, table
 from parity import STEPS, MemoryLogger, assert_fit_parity, fit, state_of
 from torch.optim import lr_scheduler
 
+pytestmark = pytest.mark.stock_only
+
 
 class AnyOptimizer(Regressor):
     """A regressor with the optimizer of choice."""

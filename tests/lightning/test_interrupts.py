@@ -16,9 +16,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.lightning.interrupts import Interrupts
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers", "ignore:The number of training batches", "ignore:Checkpoint directory"
-)
+pytestmark = [
+    pytest.mark.stock_only,
+    pytest.mark.filterwarnings(
+        "ignore:.*does not have many workers", "ignore:The number of training batches", "ignore:Checkpoint directory"
+    ),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,8 @@ from modules import FEATURES, Regressor, curve
 from parity import MemoryLogger, assert_fit_parity, assert_in_ort, fit
 from torch import nn
 
+pytestmark = pytest.mark.stock_only
+
 LATENT = 6
 
 

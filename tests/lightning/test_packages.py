@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ort import ORTCheckpointIO, ORTExport, ORTPrecision, ORTStrategy, examine
 from lightning_ort.lightning_packages import PACKAGES, package_of
 
-pytestmark = needs_ort
+pytestmark = [needs_ort, pytest.mark.stock_only]
 
 
 class Classifier(pytorch_lightning.LightningModule):
@@ -158,7 +158,6 @@ print("trained")
 """
 
 
-@pytest.mark.stock_only
 def test_without_the_other_package():
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", ALONE], capture_output=True, text=True, check=False)
     assert "trained" in done.stdout, done.stderr[-2000:]

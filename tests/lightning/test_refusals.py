@@ -18,6 +18,8 @@ import onnxruntime
 
 from lightning_ort import ORTPrecision, ORTStrategy
 
+pytestmark = pytest.mark.stock_only
+
 
 class Prepared(Regressor):
     """Brings an optimizer that already has moments, and counts its steps."""

@@ -27,6 +27,8 @@ from lightning_ort import (
 )
 from lightning_ort.ondevice import CheckpointState, Module, Optimizer, generate_artifacts
 
+pytestmark = pytest.mark.stock_only
+
 UNHARMED = "Nothing was updated."
 
 

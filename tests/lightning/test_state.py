@@ -28,6 +28,8 @@ from parity import (
 )
 from torch.optim.swa_utils import get_ema_avg_fn
 
+pytestmark = pytest.mark.stock_only
+
 
 class FreezeThenUnfreeze(BaseFinetuning):
     """Lightning's example: the first layer is frozen, and trained from epoch 3 on."""

@@ -20,7 +20,7 @@ from lightning_ort.compiler import contest
 from lightning_ort.compiler.contest import MEMORY
 from lightning_ort.report import timeline
 
-pytestmark = needs_ort
+pytestmark = [needs_ort, pytest.mark.stock_only]
 
 
 class Classifier(LightningModule):

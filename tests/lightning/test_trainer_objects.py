@@ -14,6 +14,8 @@ from modules import Regressor, curve
 from parity import MemoryLogger, assert_fit_parity, assert_same_state, fit, make_trainer, needs_ort, quiet, state_of
 from torchmetrics import MeanSquaredError, MetricCollection
 
+pytestmark = pytest.mark.stock_only
+
 
 class Keeper(Callback):
     """A callback that knows its Trainer, as progress bars do, and copies itself while a fit goes on."""

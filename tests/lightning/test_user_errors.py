@@ -14,6 +14,8 @@ from parity import make_trainer, quiet, state_of
 from torch import nn
 from torch.utils.data import DataLoader
 
+pytestmark = pytest.mark.stock_only
+
 MISTAKES = (
     "shape", "dtype", "device", "index", "label", "assertion", "arguments", "key", "attribute", "option", "raised",
     "after_a_break", "caught", "vector", "reduction", "twice", "otherwise", "unknown", "update",

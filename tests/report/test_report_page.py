@@ -10,6 +10,8 @@ import pytest
 from lightning_ort.report import GraphBreak, GraphReport, InTorch, OptimizerReport, Report
 from lightning_ort.report.timeline import TimedCall
 
+pytestmark = pytest.mark.stock_only
+
 VOID = {"meta", "br", "wbr"}
 
 

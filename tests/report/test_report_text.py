@@ -9,6 +9,8 @@ import pytest
 from lightning_ort.report import GraphBreak, GraphReport, Report, words
 from lightning_ort.report.timeline import TimedCall
 
+pytestmark = pytest.mark.stock_only
+
 
 @pytest.fixture
 def report():

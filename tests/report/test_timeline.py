@@ -11,6 +11,8 @@ import pytest
 from lightning_ort.report import GraphReport, StepReport, timeline
 from lightning_ort.report.timeline import TimedCall
 
+pytestmark = pytest.mark.stock_only
+
 
 class Clock:
     """Stands for the real one: each look at it advances it to the next time of a list."""
