@@ -57,49 +57,12 @@ def check(
             the sample's.
         MismatchError: it gives other results than the module; the message names the output and the sizes.
     """
-    try:
-        session = open_session(path)
-    except Exception as error:
-        raise ExportError(
-            f"ONNX Runtime {require_onnxruntime().version} does not load the exported model: {_first_line(error)} "
-            "Its CPU kernels are for float32, some for float64, and none for bfloat16: export with dtype='float32', "
-            "and without torch.autocast in the module."
-        ) from error
-    outputs = [o.name for o in session.get_outputs()]
-    wanted_inputs = [i.name for i in session.get_inputs()]
-
-    scales = [0.0] * len(outputs)  # a single entry may be small by chance
-
-    def compare(inputs: Sequence[Tensor], expected: Sequence[Tensor], sizes: Mapping[str, int]) -> float:
-        at = " at " + ", ".join(f"{k}={v}" for k, v in sizes.items()) if sizes else ""
-        feed = {n: t.detach().cpu().numpy() for n, t in zip(names, inputs, strict=True) if n in wanted_inputs}
-        try:
-            got = session.run(outputs, feed)
-        except Exception as error:
-            raise ExportError(
-                f"ONNX Runtime {require_onnxruntime().version} cannot run the exported model{at}: {_first_line(error)}"
-            ) from error
-        worst = 0.0
-        for i, (name, result, reference) in enumerate(zip(outputs, got, expected, strict=True)):
-            found, truth = torch.from_numpy(np.asarray(result)), reference.detach().cpu()
-            share = FILE.get(truth.dtype, 0.0) if tolerance is None else tolerance
-            scales[i] = max(scales[i], largest(truth))
-            problem = difference(found, truth, allowed=share * scales[i])
-            if problem is not None:
-                raise MismatchError(
-                    f"The exported model gives another {name!r} than the module{at}: {problem} (tolerance {share:g} "
-                    "of the largest entry). A module that draws random numbers, or does something else for some "
-                    "sizes, cannot be exported like this."
-                )
-            if truth.is_floating_point() and scales[i]:
-                finite = torch.isfinite(truth)
-                worst = max(worst, distance(found[finite].double(), truth[finite].double()) / scales[i])
-        return worst
-
+    comparison = _Comparison(path, names, tolerance)
     there = sizes_of(axes, names, tensors)
-    worst, compared = compare(tensors, module(*tensors), there), [there]
-    computed = set()
+    comparison.add(tensors, module(*tensors), there)
+    compared = [there]
     errors: dict[str, Exception] = {}
+    computed = set()
     for name, sizes in other_sizes(there):
         inputs = resized(axes, names, tensors, sizes)
         try:
@@ -107,7 +70,7 @@ def check(
         except Exception as error:
             errors[name] = error
             continue
-        worst = max(worst, compare(inputs, expected, sizes))
+        comparison.add(inputs, expected, sizes)
         computed.add(name)
         compared.append(sizes)
     fixed = [name for name in there if name not in computed]
@@ -116,7 +79,65 @@ def check(
             f"The module itself computes nothing but {fixed[0]}={there[fixed[0]]}: {_first_line(errors[fixed[0]])} "
             f"Leave {fixed[0]!r} out of dynamic=, or give a sample that goes with other sizes."
         )
-    return worst, compared
+    return comparison.worst, compared
+
+
+class _Comparison:
+    """Results of the file at ``path`` beside those of the module.
+
+    Args:
+        path: of the file.
+        names: of the inputs.
+        tolerance: instead of those in :data:`~lightning_ort.verification.FILE`.
+
+    Attributes:
+        worst: the largest difference so far, as a share of the largest entry of its output.
+    """
+
+    def __init__(self, path: Path, names: Sequence[str], tolerance: float | None) -> None:
+        try:
+            self._session = open_session(path)
+        except Exception as error:
+            raise ExportError(
+                f"ONNX Runtime {require_onnxruntime().version} does not load the exported model: {_first_line(error)} "
+                "Its CPU kernels are for float32, some for float64, and none for bfloat16: export with "
+                "dtype='float32', and without torch.autocast in the module."
+            ) from error
+        self._names, self._tolerance = names, tolerance
+        self._inputs = {i.name for i in self._session.get_inputs()}
+        self._outputs = [o.name for o in self._session.get_outputs()]
+        self._scales = [0.0] * len(self._outputs)  # a single entry may be small by chance
+        self.worst = 0.0
+
+    def add(self, inputs: Sequence[Tensor], expected: Sequence[Tensor], sizes: Mapping[str, int]) -> None:
+        """Run the file on ``inputs``.
+
+        Raises:
+            ExportError: it does not run.
+            MismatchError: it gives something else than ``expected``.
+        """
+        at = " at " + ", ".join(f"{k}={v}" for k, v in sizes.items()) if sizes else ""
+        feed = {n: t.detach().cpu().numpy() for n, t in zip(self._names, inputs, strict=True) if n in self._inputs}
+        try:
+            got = self._session.run(self._outputs, feed)
+        except Exception as error:
+            raise ExportError(
+                f"ONNX Runtime {require_onnxruntime().version} cannot run the exported model{at}: {_first_line(error)}"
+            ) from error
+        for i, (result, reference) in enumerate(zip(got, expected, strict=True)):
+            found, truth = torch.from_numpy(np.asarray(result)), reference.detach().cpu()
+            share = FILE.get(truth.dtype, 0.0) if self._tolerance is None else self._tolerance
+            scale = self._scales[i] = max(self._scales[i], largest(truth))
+            problem = difference(found, truth, allowed=share * scale)
+            if problem is not None:
+                raise MismatchError(
+                    f"The exported model gives another {self._outputs[i]!r} than the module{at}: {problem} (tolerance "
+                    f"{share:g} of the largest entry). A module that draws random numbers, or does something else for "
+                    "some sizes, cannot be exported like this."
+                )
+            if truth.is_floating_point() and scale:
+                finite = torch.isfinite(truth)
+                self.worst = max(self.worst, distance(found[finite].double(), truth[finite].double()) / scale)
 
 
 def _first_line(error: BaseException) -> str:

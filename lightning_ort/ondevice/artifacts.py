@@ -117,19 +117,10 @@ def generate_artifacts(
     config = None if is_block(optimizer) else _optimizer(optimizer, clip_grad_norm)
     if is_block(optimizer) and clip_grad_norm is not None:
         raise ValueError("clip_grad_norm was given with an onnxblock as optimizer; give the block clip_grad instead.")
-    if isinstance(model, nn.Module):
-        source = torch_source(model, inputs, loss, dynamic_axes, output_names, loss_input_names)
-    else:
-        if dynamic_axes is not None or output_names is not None:
-            raise ValueError("dynamic_axes and output_names are for modules; an ONNX model says both itself.")
-        named = None if requires_grad is None else [*requires_grad, *(frozen_params or ())]
-        source = onnx_source(model, inputs, loss, named, loss_input_names, additional_output_names or ())
-    if (
-        additional_output_names is not None
-        or loss is not None
-        or isinstance(model, everywhere("core.module:LightningModule"))
-    ):
-        source.objective.additional = [*source.returned, *(additional_output_names or ())]
+    source = _source(
+        model, inputs, loss, dynamic_axes, output_names, loss_input_names, additional_output_names,
+        None if requires_grad is None else [*requires_grad, *(frozen_params or ())],
+    )  # fmt: skip
     torch_optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     choose = _trained(requires_grad, frozen_params, torch_optimizer)
     wanted = optimizer if is_block(optimizer) else config
@@ -144,6 +135,31 @@ def generate_artifacts(
     directory.mkdir(parents=True, exist_ok=True)
     chosen.write(artifacts, directory, prefix, nominal_checkpoint=nominal_checkpoint)
     return artifacts
+
+
+def _source(
+    model: Any,
+    inputs: Any,
+    loss: Any,
+    dynamic_axes: Mapping[str, Mapping[int, str]] | None,
+    output_names: Sequence[str] | None,
+    loss_input_names: Sequence[str] | None,
+    additional: Sequence[str] | None,
+    parameters: Sequence[str] | None,
+) -> Source:
+    """The model with its loss; ``parameters`` are the names that were given of some."""
+    if isinstance(model, nn.Module):
+        source = torch_source(model, inputs, loss, dynamic_axes, output_names, loss_input_names)
+    else:
+        if dynamic_axes is not None or output_names is not None:
+            raise ValueError("dynamic_axes and output_names are for modules; an ONNX model says both itself.")
+        source = onnx_source(model, inputs, loss, parameters, loss_input_names, additional or ())
+    returns_all = (
+        additional is None and loss is None and not isinstance(model, everywhere("core.module:LightningModule"))
+    )
+    if not returns_all:
+        source.objective.additional = [*source.returned, *(additional or ())]
+    return source
 
 
 def _refuse(ort_format: bool, library: Any) -> None:

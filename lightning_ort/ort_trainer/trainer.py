@@ -109,26 +109,10 @@ class ORTTrainer:
             DeprecationWarning,
             stacklevel=2,
         )
-        if training_optimizer_name not in _OPTIMIZERS:
-            raise ValueError(
-                f"training_optimizer_name={shown(training_optimizer_name)}; expected one of {', '.join(_OPTIMIZERS)}."
-            )
-        for name, given, expected in (
-            ("model_desc", model_desc, ModelDescription),
-            ("learning_rate_description", learning_rate_description, IODescription),
-        ):
-            if not isinstance(given, expected):
-                raise TypeError(f"{name}={shown(given)}: expected a {expected.__name__}.")
-        for name, function in (
-            ("map_optimizer_attributes", map_optimizer_attributes),
-            ("get_lr_this_step", get_lr_this_step),
-        ):
-            if function is not None and not callable(function):
-                raise TypeError(f"{name}={shown(function)}: expected a function, or None.")
-        whole("global_step", global_step, low=0)
-        whole("world_rank", world_rank, low=-1)
-        if not isinstance(device, (str, torch.device)):
-            raise TypeError(f"device={shown(device)}: expected 'cpu', 'cuda' or a torch.device.")
+        _check(
+            training_optimizer_name, model_desc, map_optimizer_attributes, learning_rate_description, device,
+            world_rank, global_step, get_lr_this_step,
+        )  # fmt: skip
         scaler = as_scaler(loss_scaler)
         # without a scaler of the user's a step may be given its scale, and tells whether the gradients were finite
         self._own_scale = DynamicLossScaler() if use_mixed_precision is True and scaler is None else None
@@ -165,12 +149,8 @@ class ORTTrainer:
                 },
             }
         )
-        described = {
-            "inputs": [(io.name_, io.shape_) for io in model_desc.inputs_],
-            "outputs": [(io.name_, io.shape_, i == 0) for i, io in enumerate(model_desc.outputs_)],
-        }
         config = _OPTIMIZERS[training_optimizer_name](**_arguments(model, map_optimizer_attributes))
-        self._trainer = trainer.ORTTrainer(model, described, config, loss_fn, options)
+        self._trainer = trainer.ORTTrainer(model, _described(model_desc), config, loss_fn, options)
         inputs = self._trainer.model_desc.inputs
         inputs[:] = [
             e if io.dtype_ is None else e.typed(io.dtype_) for e, io in zip(inputs, model_desc.inputs_, strict=True)
@@ -317,6 +297,47 @@ class ORTTrainer:
             for name, values in own["optimizer"].items()
         }
         self._trainer.load_state_dict({**own, "model": {"full_precision": model}, "optimizer": optimizer})
+
+
+def _check(
+    training_optimizer_name: Any,
+    model_desc: Any,
+    map_optimizer_attributes: Any,
+    learning_rate_description: Any,
+    device: Any,
+    world_rank: Any,
+    global_step: Any,
+    get_lr_this_step: Any,
+) -> None:
+    """Refuse what the options of the newer interface do not check."""
+    if training_optimizer_name not in _OPTIMIZERS:
+        raise ValueError(
+            f"training_optimizer_name={shown(training_optimizer_name)}; expected one of {', '.join(_OPTIMIZERS)}."
+        )
+    for name, given, expected in (
+        ("model_desc", model_desc, ModelDescription),
+        ("learning_rate_description", learning_rate_description, IODescription),
+    ):
+        if not isinstance(given, expected):
+            raise TypeError(f"{name}={shown(given)}: expected a {expected.__name__}.")
+    for name, function in (
+        ("map_optimizer_attributes", map_optimizer_attributes),
+        ("get_lr_this_step", get_lr_this_step),
+    ):
+        if function is not None and not callable(function):
+            raise TypeError(f"{name}={shown(function)}: expected a function, or None.")
+    whole("global_step", global_step, low=0)
+    whole("world_rank", world_rank, low=-1)
+    if not isinstance(device, (str, torch.device)):
+        raise TypeError(f"device={shown(device)}: expected 'cpu', 'cuda' or a torch.device.")
+
+
+def _described(model_desc: ModelDescription) -> dict[str, Any]:
+    """The description in the form of the newer interface: the first output is the loss."""
+    return {
+        "inputs": [(io.name_, io.shape_) for io in model_desc.inputs_],
+        "outputs": [(io.name_, io.shape_, i == 0) for i, io in enumerate(model_desc.outputs_)],
+    }
 
 
 def _float(value: Any) -> Any:
