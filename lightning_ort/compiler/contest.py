@@ -37,8 +37,8 @@ _FEWEST, _MOST = 3, 40
 """rounds"""
 _LONG = 0.05
 """seconds of a run that may have much in memory, and for which it matters little what ran before"""
-_ENOUGH = 0.5
-"""seconds to measure a long run"""
+_AT_ONCE = 0.25, 2
+"""seconds, and runs before the last, after which another one is measured"""
 _VERY_LONG = 2.0
 """seconds of a run to which its first time adds little"""
 _PROMISING = 2.0
@@ -123,9 +123,22 @@ def race(
 
 def _alone(run: Callable[[], object], expected: float, is_last: Callable[[], object]) -> float:
     """Seconds of the fastest of a few runs, the fewer the longer one is expected to take."""
-    times = [_timed(run) for _ in range(min(_FEWEST, int(_ENOUGH / expected)))]
+    enough, most = _AT_ONCE
+    times = [_timed(run) for _ in range(min(most, int(enough / expected)))]
     is_last()
     return min([*times, _timed(run)])
+
+
+def _measure_again(
+    runs: Mapping[str, Callable[[], object]], seconds: dict[str, float], is_last: Callable[[str], object]
+) -> None:
+    """Take long ones that may be the fastest once more, later: something else may have slowed all runs of one down."""
+    fastest = min(seconds.values())
+    close = [name for name, time in seconds.items() if time < _PROMISING * fastest]
+    if fastest < _VERY_LONG and len(close) > 1:
+        for name in close:
+            again = _alone(runs[name], seconds[name], functools.partial(is_last, name))
+            seconds[name] = min(seconds[name], again)
 
 
 def _timed(run: Callable[[], object]) -> float:
@@ -194,9 +207,12 @@ class Contest(Generic[Unit]):
                         seconds[name] = _alone(again, seconds["onnxruntime"], functools.partial(is_last, name))
                 except Exception as error:
                     _log.info("%s does not run a graph that ONNX Runtime runs: %s", name, error)
-        if len(units) > 1 and not is_long:
-            runs: dict[str, Callable[[], object]] = {n: functools.partial(run, u) for n, u in units.items()}
-            seconds = race({**runs, "eager": eager}, is_last)
+        runs: dict[str, Callable[[], object]] = {n: functools.partial(run, u) for n, u in units.items()}
+        runs["eager"] = eager
+        if is_long:
+            _measure_again(runs, seconds, is_last)
+        elif len(units) > 1:
+            seconds = race(runs, is_last)
         if not eager_counts:
             del seconds["eager"]
         choice = Choice.among(seconds, "onnxruntime")
