@@ -40,7 +40,8 @@ def test_no_false_alarm(monkeypatch, seed):
         if number:
             problem.draw_again(number)
         step(*problem.batch).backward()
-    assert found == [None] * DRAWS, problem.description
+    # a network may be more than one graph
+    assert len(found) >= DRAWS and set(found) == {None}, problem.description
 
 
 # -- wrong graphs ---------------------------------------------------------------------------------------------------
