@@ -12,6 +12,7 @@ from torch import fx
 from lightning_ort.compiler.checkpointing import as_in_eager
 from lightning_ort.compiler.executors.executable import Account, timed_in_torch
 from lightning_ort.compiler.functional_graph import Untraceable
+from lightning_ort.compiler.global_state import leaving_grad_mode
 from lightning_ort.compiler.kept import in_torch
 from lightning_ort.compiler.loss_scale import LossScaling
 from lightning_ort.compiler.placement import source_line
@@ -80,7 +81,7 @@ class ORTBackend:
                 verify=self.verify,
                 on_chosen=self._report,
             )
-            return Located(graph, region, device)
+            return Located(graph, leaving_grad_mode(graph, region), device)
         except Untraceable as reason:
             lines = [source_line(n) for n in graph.graph.nodes if n.op == "call_function"]
             fallback = Fallback("the whole region", str(reason), lines[-1] if lines else "")

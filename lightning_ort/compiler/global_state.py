@@ -1,16 +1,17 @@
-"""The settings of torch that surround a region: autocast and the default element type."""
+"""The settings of torch that surround a region: autocast, the default element type, and whether gradients are on."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-__all__ = ["Surroundings", "drawing_as_traced", "without_autocast"]
+__all__ = ["Surroundings", "drawing_as_traced", "leaving_grad_mode", "takes_gradients", "without_autocast"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +62,27 @@ def without_autocast() -> Iterator[None]:
         yield
 
 
+def leaving_grad_mode(region: fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run``, which leaves gradients switched on or off as Dynamo's graph does: what follows it counts on that."""
+    switches = [n for n in region.graph.nodes if n.target is torch._C._set_grad_enabled]
+    if not switches or switches[-1].args[0] == torch.is_grad_enabled():
+        return run
+    enabled = switches[-1].args[0]
+
+    def call(*args: Any) -> Any:
+        results = run(*args)
+        torch._C._set_grad_enabled(enabled)
+        return results
+
+    return call
+
+
+def takes_gradients(region: fx.GraphModule) -> bool:
+    """Whether transforms of ``torch.func`` compute gradients inside of Dynamo's graph."""
+    return any(getattr(n.target, "__name__", "") in _TRANSFORMS for n in region.graph.nodes)
+
+
+_TRANSFORMS = {"_grad_increment_nesting", "_autograd_grad", "_vjp_treespec_compare"}
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 

@@ -19,7 +19,14 @@ __all__ = ["InputView", "OutputLayout", "input_views", "overlap", "same_storage"
 
 
 class OutputLayout:
-    """How the outputs that Dynamo expects are made from the tensors of a run."""
+    """How the outputs that Dynamo expects are made from the tensors of a run.
+
+    Attributes:
+        values: the outputs, as Dynamo has traced them.
+        views: by number, those that are views of inputs or of other outputs.
+        differentiable: numbers of the others that have gradients.
+        leads_on: gradients of some output, or view, go on to inputs.
+    """
 
     def __init__(self, graph: fx.GraphModule) -> None:
         results = graph.graph.output_node().args[0]
@@ -33,8 +40,13 @@ class OutputLayout:
         self.differentiable = [
             i
             for i, v in enumerate(self.values)
-            if isinstance(v, torch.Tensor) and v.requires_grad and i not in self.views
+            if isinstance(v, torch.Tensor) and v.requires_grad and i not in self.views and not _leads_nowhere(v)
         ]
+        self.leads_on = bool(self.differentiable) or any(
+            v.differentiable and self.values[i].grad_fn is not None
+            for i, v in self.views.items()
+            if self.values[i].requires_grad
+        )
 
     def learn(self, executable: Executable) -> None:
         """Take over the positions of ``executable``; they are the same for every graph of a region."""
@@ -179,9 +191,17 @@ def _follows(view: torch.Tensor, whole: torch.Tensor) -> bool:
     views made without gradients share the memory alone.
     """
     if view.requires_grad or whole.requires_grad:
-        return view.requires_grad
+        return view.requires_grad and (view is whole or not _leads_nowhere(view))
     base = whole._base if whole._is_view() else whole
     return view._is_view() and view._base is base
+
+
+def _leads_nowhere(x: torch.Tensor) -> bool:
+    """Whether it is a view made while gradients were off, which says all the same that it requires one."""
+    try:
+        return x._is_view() and x.grad_fn is None
+    except RuntimeError:  # its base has been changed since, by what it does not follow
+        return True
 
 
 def _fills_memory(x: torch.Tensor) -> bool:

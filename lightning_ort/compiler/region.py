@@ -16,7 +16,7 @@ from lightning_ort.compiler.contest import MEMORY, Choice, Contest, Key, measure
 from lightning_ort.compiler.executors.executable import Account, Eager, Executable, timed_in_torch
 from lightning_ort.compiler.first_run import FirstRun, Incoming
 from lightning_ort.compiler.functional_graph import Untraceable
-from lightning_ort.compiler.global_state import Surroundings, drawing_as_traced
+from lightning_ort.compiler.global_state import Surroundings, drawing_as_traced, takes_gradients
 from lightning_ort.compiler.graph_report import report_of
 from lightning_ort.compiler.kept import Kept, before_write, in_torch
 from lightning_ort.compiler.loss_scale import LossScaling
@@ -98,9 +98,11 @@ class Region:
         self._in_eager = in_torch(graph)
         self._quiet = _uncounted(graph)
         self.differentiable = differentiable = self._layout.differentiable
-        if differentiable and not (self.wanted and torch.is_grad_enabled()):
+        if self._layout.leads_on and not (self.wanted and torch.is_grad_enabled()):
             raise Untraceable("it makes a tensor that requires a gradient, or switches gradients on")
         if not differentiable:
+            if takes_gradients(graph):
+                raise Untraceable("torch.func computes gradients in it, and it gives none")
             self._begin(Derivative.NONE, ())
             return
         scalars = [i for i in differentiable if self._layout.values[i].numel() == 1]

@@ -122,6 +122,8 @@ def trace(
         wanted = []
     if any(_sets_data(node) for node in region.graph.nodes):
         raise Untraceable(_CHANGED)
+    if any(_is_static(node, region) for node in region.graph.nodes):
+        raise Untraceable("it reads tensors at fixed addresses, as what compiles an optimizer's step does")
     tangent_fakes = _tangents(region, differentiated) if derivative is Derivative.TANGENTS else []
 
     if scaled:
@@ -172,6 +174,13 @@ def trace(
 
 
 _CHANGED = "a tensor that requires a gradient is changed in place"
+
+
+def _is_static(node: fx.Node, region: fx.GraphModule) -> bool:
+    """Whether this is a tensor that others change as well, which is no input: Dynamo keeps it with its graph."""
+    tensor = getattr(region, str(node.target), None) if node.op == "get_attr" else None
+    # what torch._dynamo.mark_static_address has marked; torch has no other name for it
+    return isinstance(tensor, torch.Tensor) and hasattr(tensor, "_dynamo_static_input_type")
 
 
 def _sets_data(node: fx.Node) -> bool:

@@ -71,7 +71,7 @@ def generate_artifacts(
             such as ``onnxblock.optim.AdamW()``, or ``None`` for no update. Where no parameter is trained, the default
             writes no optimizer.
         requires_grad: names of the parameters that are trained; by default all that require a gradient, or that a
-            torch optimizer holds.
+            torch optimizer holds. One that does not lead to the loss stays as it is, as in torch.
         frozen_params: names of parameters that are not trained.
         clip_grad_norm: shorthand for that attribute of ``optimizer``.
         flavour: the format of the files: ``"portable"`` or ``"ort-training"``.
@@ -261,15 +261,15 @@ def _artifacts(
         asked: whether the user has asked for an optimizer, which is an error where nothing is trained.
     """
     forward = ModuleForward(source.objective, source.infos, source.example)
-    trained = choose(forward)
+    train, changing, random = training_graph(forward, choose(forward))
+    trained = list(train.gradients)
     if not trained and optimizer is not None:
         if asked:
             raise ValueError(
-                "No parameter is trained: none is left by requires_grad and frozen_params. With optimizer=None there "
-                "are artifacts all the same, which give losses and running statistics."
+                "No parameter is trained: requires_grad and frozen_params leave none that leads to the loss. With "
+                "optimizer=None there are artifacts all the same, which give losses and running statistics."
             )
         optimizer = None
-    train, changing, random = training_graph(forward, trained)
     if source.example is not None:
         wrong = mismatch(forward.infos, [source.example[i.name].shape for i in forward.infos])
         if wrong is not None:

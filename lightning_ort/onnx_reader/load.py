@@ -175,6 +175,10 @@ _FOLDED = "pkg.onnxscript.optimizer.folded_from"
 """With this key its optimizer lists the names of what an initializer was computed from."""
 
 
+_FUSED = {"Conv", "ConvTranspose", "Gemm"}
+"""Its rewriter makes new weights for these from the old ones and a batch norm."""
+
+
 def _uses(graph: onnx.GraphProto) -> Iterator[tuple[str, str, str]]:
     """(value, operator, how the operator calls that input) of all nodes."""
     for node in graph.node:
@@ -195,8 +199,9 @@ def trainable_initializers(model: onnx.ModelProto) -> list[str]:
     """Names of float initializers that reach an operator where a gradient can reach them.
 
     Sizes, bounds, scales of resizing, class weights and running statistics are not among them. Where torch's exporter
-    has marked the parameters, only these count, and what it folded from the tensor of a submodule or, as a matrix, from
-    one tensor (the transposed weights of ``Linear``, the reshaped ones of ``GroupNorm``).
+    has marked the parameters, only these count, what it folded from the tensor of a submodule or, as a matrix, from
+    one tensor (the transposed weights of ``Linear``, the reshaped ones of ``GroupNorm``), and what its rewriter has
+    computed from the weights of a layer and the batch norm that follows, which has no mark at all.
     """
     used = {name for name, _, kind in _uses(model.graph) if kind == "tensor"}
     used |= {o.name for o in model.graph.output}
@@ -205,14 +210,17 @@ def trainable_initializers(model: onnx.ModelProto) -> list[str]:
     if "PARAMETER" not in kinds.values():
         return floats
     matrices = {i.name for i in model.graph.initializer if len(i.dims) == 2}
-    folded = set()
+    folded, noted = set(), set(kinds)
     for info in model.graph.value_info:
         for note in info.metadata_props:
             if note.key == _FOLDED:
+                noted.add(info.name)
                 sources = ast.literal_eval(note.value)
                 # the exporter's own values have no dot in their names
                 if any("." in s for s in sources) or (len(sources) == 1 and info.name in matrices):
                     folded.add(info.name)
+    layers = [node for node in model.graph.node if node.op_type in _FUSED]
+    folded |= {name for node in layers for name in node.input[1:3]} - noted
     return [name for name in floats if kinds.get(name) == "PARAMETER" or name in folded]
 
 

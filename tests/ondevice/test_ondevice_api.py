@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from ondevice_models import opened, train
 from orttrainer_models import batches, make
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from lightning_ort.ondevice import (
     CheckpointState,
@@ -264,10 +265,43 @@ def test_where_nothing_is_trained_there_are_losses_all_the_same(tmp_path, flavou
     assert state.parameters["0.weight"].grad is None and module.get_parameters_size() == 0
     with pytest.raises(ValueError, match="no such parameters: the checkpoint has none, or none that is trained"):
         module.get_contiguous_parameters(trainable_only=True)
-    with pytest.raises(ValueError, match="No parameter is trained: none is left by requires_grad"):
+    with pytest.raises(ValueError, match="No parameter is trained: requires_grad and frozen_params leave none"):
         generate_artifacts(
             network, tmp_path, inputs=(x, y), loss="CrossEntropyLoss", requires_grad=[], optimizer=OptimType.SGD
         )
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.aside = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.body(x)
+
+
+@pytest.mark.parametrize("flavour", ["portable", "ort-training"])
+@pytest.mark.parametrize("kind", ["AdamW", "Adam"])
+def test_what_does_not_lead_to_the_loss_stays(tmp_path, flavour, kind):
+    """It has no gradient in torch, and therefore no update: weight decay is one as well."""
+    module, (x, y) = TwoHeads(), (torch.randn(6, 4), torch.arange(6) % 3)
+    config = OptimizerConfig(kind, lr=0.01, weight_decay=0.1)
+    generate_artifacts(module, tmp_path, inputs=(x, y), loss="CrossEntropyLoss", optimizer=config, flavour=flavour)
+    (checkpoint,) = tmp_path.glob("checkpoint*")
+    state = CheckpointState.load_checkpoint(checkpoint)
+    files = ("train_step.onnx",) * 2 if flavour == "portable" else ("training_model.onnx", "optimizer_model.onnx")
+    trained = Module(tmp_path / files[0], state)
+    optimizer = Optimizer(tmp_path / files[1], trained)
+    theirs = getattr(torch.optim, kind)(module.parameters(), lr=0.01, weight_decay=0.1)
+    for _ in range(5):
+        trained(x.numpy(), y.numpy())
+        optimizer.step()
+        trained.lazy_reset_grad()
+        theirs.zero_grad()
+        F.cross_entropy(module(x), y).backward()
+        theirs.step()
+    for name, p in module.named_parameters():
+        torch.testing.assert_close(torch.as_tensor(state.parameters[name].data), p.detach(), rtol=1e-4, atol=1e-5)
 
 
 def edit(path, change):

@@ -410,3 +410,22 @@ def test_an_embedding_bag_of_open_sizes_is_refused() -> None:
     model = exported(nn.EmbeddingBag(10, 4), torch.randint(0, 10, (3, 5)), dynamic_axes={"x": {0: "batch"}})
     with pytest.raises(UnsupportedError, match=r"Loop \(node '/Loop'\): its number of iterations \(.*\) is computed"):
         to_torch(model)
+
+
+@pytest.mark.parametrize("opset", [18, 21])
+def test_layers_that_took_in_a_batch_norm_are_trained(opset: int, tmp_path: Path) -> None:
+    """Their weights come from the exporter's rewriter, without a mark."""
+    pytest.importorskip("onnxscript")
+    net = nn.Sequential(
+        nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.ConvTranspose2d(4, 2, 2), nn.BatchNorm2d(2),
+        nn.Flatten(), nn.Linear(98, 5), nn.BatchNorm1d(5), nn.Linear(5, 2),
+    )  # fmt: skip
+    x = torch.randn(3, 1, 8, 8)
+    net(x)
+    path = tmp_path / "net.onnx"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(net.eval(), (x,), path, dynamo=True, opset_version=opset, verbose=False, external_data=False)
+    names = set(to_torch(path).parameter_names.values())
+    assert {f"{layer}.weight" for layer in (0, 3, 6, 8)} | {"3.bias", "6.bias", "8.bias"} <= names
+    assert len(names) == 8  # the first convolution has a bias now

@@ -43,6 +43,7 @@ class Joint:
             ``<name>_new`` for each running statistic that changes, if these were asked for.
         infos: the inputs of the file. Sizes that the operators fix are numbers, sizes that must be equal have one name.
         names: of the sizes that vary, by torch's symbols.
+        unused: what was wanted a gradient of and does not lead to what is differentiated; its gradient is zeros.
     """
 
     traced: Traced
@@ -51,6 +52,7 @@ class Joint:
     results: dict[str, fx.Node]
     infos: list[InputInfo]
     names: dict[str, str]
+    unused: frozenset[str]
 
 
 def trace_joint(
@@ -198,7 +200,7 @@ def _trace(
         traced = trace(region.module, inputs, Derivative.LOSS, [0])
     fixed = fakes.fixed()
     if fixed:
-        listed = ", ".join(f"{name} = {size}" for name, size in fixed.items())
+        listed = ", ".join(name if str(size) == name else f"{name} = {size}" for name, size in fixed.items())
         raise UnsupportedError(f"these sizes are said to vary, but its operators fix them ({listed})")
     results = dict(zip(module.output_names, traced.outputs[1:], strict=True))
     gradients = {names[i]: g or _zeros(traced, i) for i, g in traced.gradients.items()}
@@ -208,7 +210,8 @@ def _trace(
     traced.graph.output_node().args = (list(results.values()),)
     traced.graph.eliminate_dead_code()
     inputs_by_name = dict(zip(names, traced.inputs, strict=False))
-    return Joint(traced, region.tensors, inputs_by_name, results, list(infos), fakes.names())
+    unused = frozenset(names[i] for i, g in traced.gradients.items() if g is None)
+    return Joint(traced, region.tensors, inputs_by_name, results, list(infos), fakes.names(), unused)
 
 
 def _incoming(

@@ -22,7 +22,8 @@ def training_graph(forward: ModuleForward, trained: Sequence[str]) -> tuple[Step
     """Results, gradients by ``trained`` and new buffers, in training mode.
 
     Returns:
-        The graph, the names of the buffers that change, and whether it draws random numbers.
+        The graph, the names of the buffers that change, and whether it draws random numbers. The graph has gradients
+        of what leads to the loss alone: where torch has none, it changes nothing, not even by weight decay.
 
     Raises:
         ValueError: a tensor is called like the gradient of another one.
@@ -41,6 +42,8 @@ def training_graph(forward: ModuleForward, trained: Sequence[str]) -> tuple[Step
         joint = trace_joint(
             forward, forward.infos, loss, [], trained, statistics=True, what=_what(forward), hints=forward.hints
         )
+    if joint.unused:
+        return training_graph(forward, [n for n in trained if n not in joint.unused])
     changed = [n for n in forward.buffers if f"{n}{NEW}" in joint.results]
     graph = _graph(forward, joint, [*forward.parameters, *changed], trained, changed)
     return graph, changed, bool(joint.traced.draws)
