@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import sys
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -57,9 +58,16 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
             if folder is not None or options.save:
                 path = path_of(report) if folder is None else folder / path_of(report).name
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps(report, indent=1) + "\n")
+                path.write_text(_without_folders(json.dumps(report, indent=1)) + "\n")
                 console.print(f"Wrote {path}", highlight=False)
     return reports
+
+
+def _without_folders(text: str) -> str:
+    """Sources as they are called on any machine: from the project's folder, or that of the installed packages, on."""
+    for folder in (sysconfig.get_path("purelib"), str(Path(__file__).parents[1])):
+        text = text.replace(f"{folder}/", "")
+    return text
 
 
 def _is_part_of_a_part(options: argparse.Namespace) -> bool:

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -260,3 +261,9 @@ def test_training_session_command_measures_both_in_turns(capsys):
     assert list(results["mlp"]) == ["TrainingSession", "eager, fused Adam"]
     assert all(0 < value < 1e6 for value in results["mlp"].values())
     assert "TrainingSession" in capsys.readouterr().out
+
+
+def test_results_name_no_folder_of_a_machine():
+    files = list((Path(__file__).parents[1] / "benchmarks" / "results").glob("*.json"))
+    found = {path.name: re.findall(r'[("\' ]/\w[^"]*', path.read_text()) for path in files}
+    assert found and not any(found.values()), found

@@ -79,10 +79,9 @@ def leaving_grad_mode(region: fx.GraphModule, run: Callable[..., Any]) -> Callab
 
 def takes_gradients(region: fx.GraphModule) -> bool:
     """Whether transforms of ``torch.func`` compute gradients inside of Dynamo's graph."""
-    return any(getattr(n.target, "__name__", "") in _TRANSFORMS for n in region.graph.nodes)
+    return any(getattr(n.target, "__name__", "") == "_grad_increment_nesting" for n in region.graph.nodes)
 
 
-_TRANSFORMS = {"_grad_increment_nesting", "_autograd_grad", "_vjp_treespec_compare"}
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 

@@ -154,10 +154,8 @@ def _source(
         if dynamic_axes is not None or output_names is not None:
             raise ValueError("dynamic_axes and output_names are for modules; an ONNX model says both itself.")
         source = onnx_source(model, inputs, loss, parameters, loss_input_names, additional or ())
-    returns_all = (
-        additional is None and loss is None and not isinstance(model, everywhere("core.module:LightningModule"))
-    )
-    if not returns_all:
+    is_lightning = isinstance(model, everywhere("core.module:LightningModule"))
+    if additional is not None or loss is not None or is_lightning:
         source.objective.additional = [*source.returned, *(additional or ())]
     return source
 
