@@ -15,6 +15,7 @@ from lightning_ort.compiler.functional_graph import Untraceable
 from lightning_ort.compiler.global_state import leaving_grad_mode
 from lightning_ort.compiler.kept import in_torch
 from lightning_ort.compiler.loss_scale import LossScaling
+from lightning_ort.compiler.nested_results import cut_at_results, run_in_parts
 from lightning_ort.compiler.placement import source_line
 from lightning_ort.compiler.plan import Fallback
 from lightning_ort.compiler.region import Region
@@ -68,9 +69,12 @@ class ORTBackend:
         require_onnxruntime()
         if not any(n.op.startswith("call") for n in graph.graph.nodes):
             return graph.forward
-        as_in_eager(graph)
-        _ = graph.code  # written now: a module that writes it when it is called prints it on errors
         try:
+            parts = cut_at_results(graph)
+            if parts is not None:
+                return run_in_parts(parts, self)
+            as_in_eager(graph)
+            _ = graph.code  # written now: a module that writes it when it is called prints it on errors
             device = _device(graph, example_inputs)
             region = Region(
                 graph,

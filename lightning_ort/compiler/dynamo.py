@@ -227,6 +227,9 @@ class DynamoObserver(logging.Handler):
     }
     """loggers to how their accounts begin of code that Dynamo cannot compile and leaves to Python, over many lines"""
 
+    _BREAKS: ClassVar = {"torch._dynamo.variables.tensor": "Graph break from `Tensor.item()`"}
+    """likewise of graph breaks, which are in the report with the user's line"""
+
     def __init__(
         self,
         current: Callable[[], StepReport | None],
@@ -241,6 +244,7 @@ class DynamoObserver(logging.Handler):
         self._breaks = 0
         self._last_metrics: Any = None
         self._silence = {name: _Silence(beginning, self._count) for name, beginning in self._FAILURES.items()}
+        self._silence |= {name: _Silence(beginning) for name, beginning in self._BREAKS.items()}
         self.compilations = 0
         self.failures = 0
 
@@ -373,7 +377,7 @@ class DynamoObserver(logging.Handler):
 class _Silence(logging.Filter):
     """Keeps messages that begin like this from the log: what comes of them is in the report, or is raised."""
 
-    def __init__(self, beginning: str, on_message: Callable[[], None]) -> None:
+    def __init__(self, beginning: str, on_message: Callable[[], None] = lambda: None) -> None:
         super().__init__()
         self._beginning, self._on_message = beginning, on_message
 

@@ -26,8 +26,9 @@ Incoming = Mapping[int, torch.Tensor | None]
 """Output number to incoming gradient; ``None`` stands for 1 (the loss)."""
 
 _ADVICE = (
-    "Nothing was updated. Please report it with the model; ORTStrategy(verify=False) would skip this check, and "
-    "Trainer(strategy='auto') trains in torch."
+    "Nothing was updated. Please report it with the model. Meanwhile it trains in torch (Trainer(strategy='auto'); "
+    "without Lightning: no torch.compile), and verify=False, an option of ORTStrategy and of "
+    "torch.compile(..., options={...}), would skip this check."
 )
 
 

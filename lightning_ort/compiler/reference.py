@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
-from lightning_ort.compiler.global_state import Surroundings, without_autocast
+from lightning_ort.compiler.global_state import Surroundings, takes_gradients, without_autocast
 from lightning_ort.verification import Results
 
 __all__ = ["ConversionsTo", "ForkedRNG", "evaluate", "rehearsal"]
@@ -69,7 +69,8 @@ def evaluate(
         surroundings: what ``region`` is computed under, by default the present ones. (Autocast leaves float64 alone.)
         noise: a :class:`~lightning_ort.compiler.rounding.RoundingNoise` to compute under.
     """
-    grad = bool(incoming) or torch.is_grad_enabled()
+    # within autograd's own forward they are off; Dynamo's graph of torch.func.grad counts on what was in force
+    grad = bool(incoming) or torch.is_grad_enabled() or takes_gradients(region)
     # tensors made in inference mode have no version, by which changes in place are found
     with torch.inference_mode(False), torch.set_grad_enabled(grad), noise or contextlib.nullcontext():
         return _evaluate(region, args, incoming, wanted, dtype, changed, surroundings or Surroundings.present())

@@ -74,7 +74,12 @@ def fake_inputs(region: fx.GraphModule, example_inputs: Sequence[Any]) -> list[A
     fakes = []
     placeholders = [n for n in region.graph.nodes if n.op == "placeholder"]
     for x, placeholder in zip(example_inputs, placeholders, strict=True):
-        if isinstance(x, torch.Tensor):
+        if isinstance(x, FakeTensor):  # between parts of what Dynamo gave; its mode is not the backend's
+            with mode:
+                x = torch.empty_strided(
+                    x.shape, x.stride(), dtype=x.dtype, device=x.device, requires_grad=x.requires_grad
+                )
+        elif isinstance(x, torch.Tensor):
             symbolic = context.tensor_to_context.get(x)
             # a Python float arrives as a tensor; its source tells the mode to give it a symbolic value
             source = getattr(symbolic, "tensor_source", None) or getattr(placeholder, "_dynamo_source", None)

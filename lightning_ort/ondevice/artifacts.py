@@ -21,14 +21,14 @@ from lightning_ort.ondevice.exchange_optimizers import optimizer_of_torch
 from lightning_ort.ondevice.formats import Artifacts, flavour_named
 from lightning_ort.ondevice.generation.built import optimizer_of_block
 from lightning_ort.ondevice.generation.checking import check_artifacts
-from lightning_ort.ondevice.generation.objectives import LossOf, ModuleForward, is_block
+from lightning_ort.ondevice.generation.objectives import LossOf, LossType, ModuleForward, is_block
 from lightning_ort.ondevice.generation.sources import Source, onnx_source, torch_source
 from lightning_ort.ondevice.generation.step_graphs import evaluation_graph, part_of, training_graph
-from lightning_ort.ondevice.optimizer_config import OptimizerConfig, config_of
+from lightning_ort.ondevice.optimizer_config import OptimizerConfig, OptimType, config_of
 from lightning_ort.optim.settings import KINDS
 from lightning_ort.validation import flag, names, number, shown
 
-__all__ = ["generate_artifacts"]
+__all__ = ["LossType", "OptimType", "generate_artifacts"]  # the names of onnxruntime.training.artifacts
 
 
 def generate_artifacts(

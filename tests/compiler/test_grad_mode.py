@@ -99,6 +99,25 @@ def test_gradients_of_functions(on):
         torch.testing.assert_close(torch.compile(step, backend="lightning_ort")(x), step(x))
 
 
+def test_gradients_of_functions_beside_those_of_autograd():
+    """Two results, so that the forward pass is checked by itself, within autograd's own forward without gradients."""
+
+    def step(x, y):
+        t = torch.func.grad(lambda z: (z.sin() * z).sum())(y)
+        other = x.square().mean()
+        return t.tanh().sum() + other, other * t
+
+    compiled = torch.compile(step, backend="lightning_ort", options={"verify": True})
+    x, y = torch.randn(6, 4, requires_grad=True), torch.randn(3, requires_grad=True)
+
+    def run(function):
+        first, second = function(x, y)
+        return [first.detach(), second.detach(), *torch.autograd.grad(first + second.sum(), [x, y])]
+
+    for got, expected in zip(run(compiled), run(step), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
 def _optimizers():
     yield lambda p: torch.optim.SGD(p, 0.1, momentum=0.5, foreach=False)
     yield lambda p: torch.optim.AdamW(p, 0.1)

@@ -303,6 +303,8 @@ OPERATIONS = [
         ndim=(-2, 2),
         last=4,
     ),
+    Operation("F.scaled_dot_product_attention({a}, {a}, {a} * 0.5)", ndim=(3, 3), last=-1),
+    Operation("F.scaled_dot_product_attention({a}, {a}, {a}, is_causal=True)", ndim=(3, 3), last=-1),
     # images: the input of shape (batch, 2, 6, 6); not pixel_unshuffle, whose kernel has a quirk without any image
     *_all(
         """
@@ -398,5 +400,16 @@ BLOCKS = [
     "{new} = {a}\nfor j in range(2):\n    {new} = {new} * 0.5 + j",
     "if step % 2 == 0:\n    {new} = {a} * 2.0\nelse:\n    {new} = {a}.sin()",
     "{new} = torch.utils.checkpoint.checkpoint(lambda t: torch.sin(t) * 0.5, {a}, use_reentrant=False)",
+    # views and switches of gradients, alone or across a graph break
+    "with torch.no_grad():\n    {new} = {a}.transpose(0, -1)",
+    "with torch.no_grad():\n    {new} = {a}[..., 0]\ntorch._dynamo.graph_break()",
+    "torch._dynamo.graph_break()\n{new} = {a}[..., :2]\ntorch._dynamo.graph_break()",
+    "torch.set_grad_enabled(False)\n{new} = {a}.sin()\ntorch.set_grad_enabled(True)",
+    "torch.set_grad_enabled(False)\n{new} = {a} * 0.5\ntorch._dynamo.graph_break()\ntorch.set_grad_enabled(True)",
+    # transforms of functions
+    "{new} = torch.func.grad(lambda t: (t.sin() * t).sum())({a})",
+    "{new} = torch.func.vmap(lambda t: t.tanh() + t.sum())({a})",
+    "{new} = torch.func.jvp(lambda t: t.exp().clamp(max=9.0), ({a},), ({a}.detach(),))[1]",
+    "{new} = torch.autograd.grad({a}.square().sum(), {a}, create_graph=True)[0]",
 ]
-"""Statements over several lines: buffers that change, blocks without gradients, graph breaks, Python."""
+"""Statements over several lines: buffers that change, blocks without gradients, graph breaks, Python, transforms."""

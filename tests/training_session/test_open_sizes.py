@@ -208,3 +208,10 @@ def test_the_gradient_of_a_loss_is_an_input_where_the_batch_is_open(name: str) -
             np.testing.assert_allclose(results[f"{n}_grad"], 2 * module.get_parameter(path).grad, rtol=1e-4, atol=1e-6)
         (got,) = session.run(["loss"], {"x": x, "Learning_Rate": [0.0]})
         assert got == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
+
+
+def test_a_number_of_steps_that_must_be_fixed() -> None:
+    text = "(float[s,b,3] x) => (float loss) { y, h = GRU<hidden_size=4>(x, w, r) loss = ReduceMean<keepdims=0>(y) }"
+    model = parse(f"g {text}", 18, w=floats(1, 12, 3), r=floats(1, 12, 4))
+    with pytest.raises(UnsupportedError, match="linear_before_reset=0 the number of steps must be fixed"):
+        gradient_model(model, {"loss"}, {"w", "r"}, "")

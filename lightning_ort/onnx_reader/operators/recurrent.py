@@ -132,6 +132,12 @@ def _gru_reset_first(
     x: Tensor, initial: Tensor, weights: list[Tensor], biased: bool, directions: int
 ) -> tuple[Tensor, Tensor]:
     """The form of the original paper, which torch lacks: the state is reset before its product with the weights."""
+    if isinstance(x.shape[0], torch.SymInt):
+        raise UnsupportedError(
+            "GRU: with linear_before_reset=0 the number of steps must be fixed in the file (the first size of its "
+            "input), as they are taken one after the other; with linear_before_reset=1 (reset_after=True in Keras, and "
+            "what torch exports) it may vary"
+        )
     each = len(weights) // directions
     outputs, finals = [], []
     for d in range(directions):

@@ -1,0 +1,83 @@
+"""Graphs that end at ``torch.autograd.grad``, where one result may be differentiated by another one.
+
+To autograd all results of a region are siblings, made by one function: what ``autograd.grad(loss, h)`` asks for is
+unknown, or ``None``, where the region gives ``loss`` and also the ``h`` that it is computed from. Such a graph is cut
+behind ``h``, and its parts are regions one after the other. Examples: the second inner step of meta-learning (MAML),
+forces from an energy that is summed up, a gradient penalty at what is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.passes.split_module import split_module
+
+from lightning_ort.compiler.functional_graph import Untraceable
+
+__all__ = ["cut_at_results", "run_in_parts"]
+
+_SWITCHES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")
+
+
+def cut_at_results(graph: fx.GraphModule) -> fx.GraphModule | None:
+    """The graph with a submodule for each of its parts, or ``None`` where it is right as a whole.
+
+    Raises:
+        Untraceable: settings of torch change on the way, which a part would not know of.
+    """
+    reason = getattr(graph, "compile_subgraph_reason", None)  # Dynamo's, of the break that the graph ends at
+    if reason is None or "`torch.autograd.grad`" not in reason.reason:
+        return None
+    (results,) = graph.graph.output_node().args
+    assert isinstance(results, (list, tuple))
+    outputs = {r for r in results if isinstance(r, fx.Node) and r.op != "placeholder" and _has_gradient(r)}
+    part: dict[fx.Node, int] = {}
+    last = 0
+    for node in graph.graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            # never before the node that comes before it: changes in place keep their order
+            last = max([last, *(part[n] + (n in outputs) for n in node.all_input_nodes if n in part)])
+            part[node] = last
+    if not last:
+        return None
+    if any(getattr(node.target, "__name__", "") in _SWITCHES for node in part):
+        raise Untraceable(
+            "torch.autograd.grad follows, which could ask for the gradient of one of its results by another one, and "
+            "autocast, or whether gradients are on, changes on the way"
+        )
+    return split_module(graph, nn.Module(), lambda node: part[node])
+
+
+def run_in_parts(
+    parts: fx.GraphModule, compiled: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """What runs the parts one after the other, each as ``compiled(part, example inputs)`` runs it."""
+    for name, part in list(parts.named_children()):
+        assert isinstance(part, fx.GraphModule)
+        output = part.graph.output_node()
+        (results,) = output.args
+        alone = not isinstance(results, (list, tuple))
+        if alone:
+            output.args = ((results,),)
+            part.recompile()
+        examples = [n.meta["example_value"] for n in part.graph.nodes if n.op == "placeholder"]
+        setattr(parts, name, _Part(compiled(part, examples), alone))
+    return parts.forward
+
+
+class _Part(nn.Module):
+    def __init__(self, run: Callable[..., Any], alone: bool) -> None:
+        super().__init__()
+        self._run, self._alone = run, alone
+
+    def forward(self, *args: Any) -> Any:
+        results = self._run(*args)
+        return results[0] if self._alone else results
+
+
+def _has_gradient(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return isinstance(value, torch.Tensor) and value.requires_grad
