@@ -62,7 +62,10 @@ def _draw(fill: Callable[..., torch.Tensor]) -> Draw:
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        return fill(torch.empty_strided(shape, stride, dtype=dtype, device=device), *args)
+        out = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        if any(n > 1 and not step for n, step in zip(shape, stride, strict=True)):
+            out = torch.empty_like(out)  # of an expanded tensor, whose copies of an entry are drawn each
+        return fill(out, *args)
 
     return draw
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ def check(
     tensors: Sequence[Tensor],
     axes: Axes,
     tolerance: float | None,
+    doubts: Sequence[ExportError] = (),
 ) -> tuple[float, list[dict[str, int]]]:
     """Run the file and the module on the sample, and on samples of other sizes.
 
@@ -47,6 +49,8 @@ def check(
         tensors: the sample.
         axes: sizes that stay open.
         tolerance: instead of those in :data:`~lightning_ort.verification.FILE`.
+        doubts: why the file may not hold for all sizes. Those around the numbers in it are looked at, too, and it is
+            raised where the file does not agree.
 
     Returns:
         The largest difference as a share of the largest entry of its output, and the sizes that were compared. Sizes
@@ -63,14 +67,17 @@ def check(
     compared = [there]
     errors: dict[str, Exception] = {}
     computed = set()
-    for name, sizes in other_sizes(there):
+    for name, sizes in other_sizes(there, _sizes_in(doubts)):
         inputs = resized(axes, names, tensors, sizes)
         try:
             expected = module(*inputs)
         except Exception as error:
             errors[name] = error
             continue
-        comparison.add(inputs, expected, sizes)
+        try:
+            comparison.add(inputs, expected, sizes)
+        except (ExportError, MismatchError) as error:
+            raise doubts[0] if doubts else error  # noqa: B904 - it is the cause of what is seen here
         computed.add(name)
         compared.append(sizes)
     fixed = [name for name in there if name not in computed]
@@ -80,6 +87,17 @@ def check(
             f"Leave {fixed[0]!r} out of dynamic=, or give a sample that goes with other sizes."
         )
     return comparison.worst, compared
+
+
+_LARGEST = 512  # of sizes that are looked at because torch doubts
+
+
+def _sizes_in(doubts: Sequence[ExportError]) -> set[int]:
+    """Sizes at which something may change by conditions such as ``size // 2 - 1 != 1`` or ``size <= 20``."""
+    numbers = {int(n) for doubt in doubts for n in re.findall(r"\b\d+\b", str(doubt))}
+    found = {n + step for n in numbers for step in (-1, 0, 1)}
+    found |= set(range(1, 2 * sum(n for n in numbers if n <= 8)))
+    return {n for n in found if 1 <= n <= _LARGEST}
 
 
 class _Comparison:

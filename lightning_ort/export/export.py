@@ -171,14 +171,15 @@ def export_call(
         outputs = _names("output_names", output_names, _distinct(function.outputs, names))
         _refuse_names(names, outputs)
         _refuse_types(names + outputs, call.tensors + results)
-        model = make_graph(function, names, outputs, call.tensors, axes, opset)
+        doubts: list[ExportError] = []
+        model = make_graph(function, names, outputs, call.tensors, axes, opset, doubts=doubts)
         if not model.graph.inputs:
             raise ExportError(f"No output of {type(module).__name__}.{method} depends on its inputs {names}.")
         difference, checked = save_onnx(
             model,
             target,
             external_data=external_data,
-            check=lambda file: check(file, function, names, call.tensors, axes, tolerance),
+            check=lambda file: check(file, function, names, call.tensors, axes, tolerance, doubts),
         )
     return ExportedModel(target, _shapes(model.graph.inputs), _shapes(model.graph.outputs), difference, checked, opset)
 

@@ -7,8 +7,7 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import onnx_ir as ir
 import torch
@@ -21,13 +20,15 @@ from lightning_ort.errors import ExportError
 from lightning_ort.export.inputs import Axes, InferenceModule, resized, sizes_of
 from lightning_ort.export.older_opsets import NEWEST, convert
 
-__all__ = ["make_graph"]
+__all__ = ["make_graph", "name_weights"]
 
 # what ONNX Runtime 1.19 reads
 _IR_VERSION = 10
 _ADVICE = 'For more information, run with TORCH_LOGS="+dynamic".'
 # they warn of a library that nobody asked for, and of what then becomes an error
-_CHATTY = ("torch.onnx._internal.exporter._registration", "torch.fx.experimental.symbolic_shapes", "onnx_ir")
+_CHATTY = (
+    "torch.onnx._internal.exporter._registration", "torch.fx.experimental.symbolic_shapes", "torch._guards", "onnx_ir",
+)  # fmt: skip
 
 
 def make_graph(
@@ -43,6 +44,7 @@ def make_graph(
     trainable: bool = False,
     what: str = "",
     advice: str = "left out of dynamic=",
+    doubts: list[ExportError] | None = None,
 ) -> ir.Model:
     """The graph of ``module``, in the mode and with the weights it has now.
 
@@ -59,6 +61,8 @@ def make_graph(
             be transposed, merged with others, or left out where they are equal.
         what: the module in errors; by default its class.
         advice: how a size is closed, for errors.
+        doubts: where torch can say of no range of sizes that the graph holds for all of it, but has a graph, it gets
+            the error that is raised otherwise: the caller looks at other sizes.
 
     Raises:
         ExportError: torch cannot trace the module, or has no ONNX form of an operator in this opset.
@@ -67,29 +71,35 @@ def make_graph(
     least = {name: max(size, 2) for name, size in sizes_of(axes, names, tensors).items()}
     example = tuple(resized(axes, names, tensors, least))
     # names of sizes may be any text to ORTTrainer
-    dims = {n: torch.export.Dim(n if n.isidentifier() else f"size_{i}") for i, n in enumerate(least)}
-    shapes = tuple({axis: dims[size] for axis, size in axes.get(name, {}).items()} for name in names)
+    labels = {size: size if size.isidentifier() else f"size_{i}" for i, size in enumerate(least)}
+    open_axes = [{axis: labels[size] for axis, size in axes.get(name, {}).items()} for name in names]
     what = what or type(module.module).__name__
     with _quiet() as printed:
         try:
-            program = _traced(module, example, shapes)
+            program, reason = _traced(module, example, open_axes)
         except TypeError:  # of InferenceModule
             raise
         except Exception as error:
-            raise ExportError(
-                f"torch.export cannot trace {what} with the open sizes {dict(axes)}: {_reason(error)}"
+            program, reason = None, error
+        if program is None or reason is not None:
+            assert reason is not None
+            doubt = ExportError(
+                f"torch.export cannot trace {what} with the open sizes {dict(axes)}: {_reason(reason)}"
                 f"{_users_line(printed.getvalue())} A size that cannot change must be {advice}; Python "
                 "that depends on the values of tensors cannot be exported."
-            ) from error
+            )
+            if program is None or doubts is None:
+                raise doubt from reason
+            doubts.append(doubt)
         try:
             exported = torch.onnx.export(
-                program, (), input_names=list(names), output_names=list(outputs), opset_version=max(opset, NEWEST),
-                dynamo=True, verbose=False, optimize=not trainable,
-            )  # fmt: skip
+                program, (), opset_version=max(opset, NEWEST), dynamo=True, verbose=False, optimize=not trainable
+            )
         except Exception as error:
             raise ExportError(f"torch.onnx.export cannot write {what}: {_reason(error)}") from error
     assert exported is not None
     model = exported.model
+    _call(model.graph, list(zip([*model.graph.inputs, *model.graph.outputs], [*names, *outputs], strict=True)))
     _name_sizes(model, names, axes)
     model.ir_version = min(model.ir_version or _IR_VERSION, _IR_VERSION)
     if trainable:
@@ -98,21 +108,38 @@ def make_graph(
         convert(model, opset, contrib=contrib)
     if clean:
         model = optimize(model)
-    _name_weights(model)
+    name_weights(model, "module.")
     return model
 
 
 def _traced(
-    module: InferenceModule, example: tuple[Tensor, ...], shapes: tuple[Any, ...]
-) -> torch.export.ExportedProgram:
-    try:
-        return torch.export.export(module, example, dynamic_shapes=(shapes,), strict=False)
-    except Exception as error:
+    module: InferenceModule, example: tuple[Tensor, ...], axes: Sequence[Mapping[int, str]]
+) -> tuple[torch.export.ExportedProgram, Exception | None]:
+    """The program, and why it may not hold for all sizes."""
+    dims = {name: torch.export.Dim(name) for open_axes in axes for name in open_axes.values()}
+    first: Exception | None = None
+    # sizes of any number, as the user says; else those the module takes: a convolution needs some, a table has so many
+    for dim in (dims.get, lambda name: torch.export.Dim.DYNAMIC):
+        shapes = (tuple({axis: dim(name) for axis, name in open_axes.items()} for open_axes in axes),)
         # plain Python makes a number of len(x); Dynamo, which refuses more, leaves it open
-        try:
-            return torch.export.export(module, example, dynamic_shapes=(shapes,), strict=True)
-        except Exception:
-            raise error from error.__cause__
+        for strict in (False, True):
+            try:
+                program = torch.export.export(module, example, dynamic_shapes=shapes, strict=strict)
+            except Exception as error:
+                first = first or error
+            else:
+                if first is None or _are_different(program, axes):
+                    return program, first
+    assert first is not None
+    raise first from first.__cause__
+
+
+def _are_different(program: torch.export.ExportedProgram, axes: Sequence[Mapping[int, str]]) -> bool:
+    """Whether sizes of different names are not one and the same to the module."""
+    user = set(program.graph_signature.user_inputs)
+    fakes = [n.meta["val"] for n in program.graph.nodes if n.op == "placeholder" and n.name in user]
+    found = {(str(x.shape[axis]), name) for x, names in zip(fakes, axes, strict=True) for axis, name in names.items()}
+    return len({symbol for symbol, _ in found}) == len(found)
 
 
 def _reason(error: BaseException) -> str:
@@ -138,7 +165,7 @@ def _quiet() -> Iterator[io.StringIO]:
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:
-            logger.setLevel(logging.ERROR)
+            logger.setLevel(logging.CRITICAL)
         with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()) as printed:
             warnings.simplefilter("ignore")  # about torch's own use of what it has deprecated
             yield printed
@@ -190,11 +217,27 @@ def _name_sizes(model: ir.Model, names: Sequence[str], axes: Axes) -> None:
         )
 
 
-def _name_weights(model: ir.Model) -> None:
-    """Call weights as the module does, where nothing else has that name."""
+def name_weights(model: ir.Model, prefix: str) -> None:
+    """Take ``prefix`` off the names of weights, but where an input or an output has the name that is left."""
     graph = model.graph
-    taken = {v.name for v in graph.inputs} | {v.name for node in graph.all_nodes() for v in node.outputs}
-    for name, value in list(graph.initializers.items()):
-        short = name.removeprefix("module.")
-        if short != name and short not in taken and short not in graph.initializers:
-            value.name = short
+    kept = {v.name for v in [*graph.inputs, *graph.outputs]}
+    weights = [v for name, v in graph.initializers.items() if name.startswith(prefix)]
+    names = [str(v.name).removeprefix(prefix) for v in weights]
+    _call(graph, [(v, name) for v, name in zip(weights, names, strict=True) if name not in kept])
+
+
+def _call(graph: ir.Graph, names: Sequence[tuple[ir.Value, str]]) -> None:
+    """Give values these names. Other values that have them, which the exporter has called so, get new ones."""
+    chosen = {id(value) for value, _ in names}
+    values = [*graph.inputs, *graph.initializers.values(), *(v for node in graph.all_nodes() for v in node.outputs)]
+    taken = {v.name for v in values} | {name for _, name in names}
+    wanted = {name for _, name in names}
+    for value in values:
+        if id(value) in chosen or value.name in wanted:
+            count = 1
+            while f"{value.name}_{count}" in taken:
+                count += 1
+            value.name = f"{value.name}_{count}"
+            taken.add(value.name)
+    for value, name in names:
+        value.name = name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -195,10 +195,10 @@ def resized(axes: Axes, names: Sequence[str], tensors: Sequence[Tensor], sizes: 
     return found
 
 
-def other_sizes(sizes: Mapping[str, int]) -> Iterator[tuple[str, dict[str, int]]]:
-    """Name of an open size, and all sizes with another value of that one: 1, 2, 3 and one more than it is."""
+def other_sizes(sizes: Mapping[str, int], more: Collection[int] = ()) -> Iterator[tuple[str, dict[str, int]]]:
+    """Name of an open size, and all sizes with another value of it: 1, 2, 3, one more than it is, and ``more``."""
     for name, there in sizes.items():
-        for value in sorted({1, 2, 3, there + 1} - {there}):
+        for value in sorted({1, 2, 3, there + 1, *more} - {there}):
             yield name, {**sizes, name: value}
 
 

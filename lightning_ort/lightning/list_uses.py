@@ -251,12 +251,12 @@ class _Uses:
         if names & _ANYTHING or global_names.keys() & _ANYTHING_BUILTIN:
             self.refuses_all = True
         loads = _loaded(function.__code__, _is_attribute)
-        definition, compiled = _source(function)
-        if definition is None:
+        body, compiled = _source(function)
+        if body is None:
             self._refuse(loads)
             self.refuses_all |= "getattr" in global_names
             return
-        scope = _Scope(definition.body, function, names)
+        scope = _Scope(body, function, names)
         # the file may be another than the one that was imported
         in_source = Counter({scope.name(name): number for name, number in compiled.items()})
         self._refuse(name for name, number in loads.items() if number != in_source[name])
@@ -310,8 +310,8 @@ def _without(names: set[str], refused: set[str]) -> frozenset[str]:
     return frozenset(n for n in names - refused if not any(p.fullmatch(n) for p in patterns))
 
 
-def _source(function: types.FunctionType) -> tuple[ast.FunctionDef | ast.AsyncFunctionDef | None, Counter[str]]:
-    """Definition of a function, parsed, and how often it loads each attribute; ``None`` where there is no source."""
+def _source(function: types.FunctionType) -> tuple[list[ast.stmt] | None, Counter[str]]:
+    """Body of a function, parsed, and how often it loads each attribute; ``None`` where there is no source."""
     code = function.__code__
     try:
         # not inspect.getsource, which looks at every module there is
@@ -328,9 +328,13 @@ def _source(function: types.FunctionType) -> tuple[ast.FunctionDef | ast.AsyncFu
         case [ast.If(body=[ast.FunctionDef() | ast.AsyncFunctionDef() as definition])]:
             pass
         case _:
-            return None, Counter()
+            lambdas = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda)]
+            bodies = [c for c in _codes(compiled) if c.co_name == code.co_name]
+            if len(lambdas) != 1 or len(bodies) != 1 or code.co_name != "<lambda>":
+                return None, Counter()
+            return [ast.Return(lambdas[0].body)], _loaded(bodies[0], _is_attribute)
     bodies = [c for c in compiled.co_consts if isinstance(c, types.CodeType) and c.co_name == code.co_name]
-    return (definition, _loaded(bodies[-1], _is_attribute)) if bodies else (None, Counter())
+    return (definition.body, _loaded(bodies[-1], _is_attribute)) if bodies else (None, Counter())
 
 
 class _Scope:

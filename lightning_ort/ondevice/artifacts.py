@@ -119,7 +119,7 @@ def generate_artifacts(
         raise ValueError("clip_grad_norm was given with an onnxblock as optimizer; give the block clip_grad instead.")
     source = _source(
         model, inputs, loss, dynamic_axes, output_names, loss_input_names, additional_output_names,
-        None if requires_grad is None else [*requires_grad, *(frozen_params or ())],
+        None if requires_grad is None else [*requires_grad, *(frozen_params or ())], frozen_params or (),
     )  # fmt: skip
     torch_optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     choose = _trained(requires_grad, frozen_params, torch_optimizer)
@@ -146,14 +146,15 @@ def _source(
     loss_input_names: Sequence[str] | None,
     additional: Sequence[str] | None,
     parameters: Sequence[str] | None,
+    frozen: Sequence[str],
 ) -> Source:
-    """The model with its loss; ``parameters`` are the names that were given of some."""
+    """The model with its loss; ``parameters`` are names that were given, ``frozen`` those of what is not trained."""
     if isinstance(model, nn.Module):
         source = torch_source(model, inputs, loss, dynamic_axes, output_names, loss_input_names)
     else:
         if dynamic_axes is not None or output_names is not None:
             raise ValueError("dynamic_axes and output_names are for modules; an ONNX model says both itself.")
-        source = onnx_source(model, inputs, loss, parameters, loss_input_names, additional or ())
+        source = onnx_source(model, inputs, loss, parameters, loss_input_names, additional or (), frozen)
     is_lightning = isinstance(model, everywhere("core.module:LightningModule"))
     if additional is not None or loss is not None or is_lightning:
         source.objective.additional = [*source.returned, *(additional or ())]

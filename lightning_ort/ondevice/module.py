@@ -26,7 +26,7 @@ from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.runtime.factory import SessionFactory
 from lightning_ort.runtime.memory import Packed
 from lightning_ort.runtime.tensors import owning
-from lightning_ort.validation import flag, path, shown
+from lightning_ort.validation import flag, names, path, shown
 
 __all__ = ["Module", "save_inference_model"]
 
@@ -257,12 +257,14 @@ class Module:
                 left out.
 
         Raises:
+            TypeError: ``graph_output_names`` is no list of names.
             ValueError: the graph has no such value.
             RuntimeError: the module has no evaluation graph.
         """
+        wanted = names("graph_output_names", graph_output_names)
         if self._eval is None:
             raise RuntimeError("The module has no evaluation graph: give eval_model_uri.")
-        save_inference_model(self._eval.graph, self._tensors, Path(inference_model_uri), list(graph_output_names))
+        save_inference_model(self._eval.graph, self._tensors, Path(inference_model_uri), wanted)
 
     def input_names(self) -> list[str]:
         """Names of the inputs of a call in the present mode."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import onnx
 import onnx.inliner
@@ -16,7 +15,6 @@ from lightning_ort.files.reading import refusing
 from lightning_ort.onnx_reader.reader import CONTROL_FLOW
 from lightning_ort.onnx_reader.registry import OPERATORS
 from lightning_ort.onnx_reader.values import label_of
-from lightning_ort.runtime.tensors import TORCH
 from lightning_ort.validation import path
 
 __all__ = [
@@ -26,8 +24,6 @@ __all__ = [
     "load",
     "name_of",
     "parsed",
-    "state_initializers",
-    "trainable_initializers",
     "using",
 ]
 
@@ -165,66 +161,3 @@ def _unknown(graph: onnx.GraphProto) -> list[str]:
             if attribute.type == onnx.AttributeProto.GRAPH:
                 found += _unknown(attribute.g)
     return found
-
-
-_FLOATS = {onnx_type for onnx_type, dtype in TORCH.items() if dtype.is_floating_point}
-_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
-"""With this key torch's exporter says which initializer was a parameter, a buffer or a constant."""
-
-_FOLDED = "pkg.onnxscript.optimizer.folded_from"
-"""With this key its optimizer lists the names of what an initializer was computed from."""
-
-
-_FUSED = {"Conv", "ConvTranspose", "Gemm"}
-"""Its rewriter makes new weights for these from the old ones and a batch norm."""
-
-
-def _uses(graph: onnx.GraphProto) -> Iterator[tuple[str, str, str]]:
-    """(value, operator, how the operator calls that input) of all nodes."""
-    for node in graph.node:
-        row = OPERATORS.get(("" if node.domain == "ai.onnx" else node.domain, node.op_type))
-        for position, name in enumerate(node.input):
-            if name and row is not None and (row.variadic or position < len(row.inputs)):
-                role = row.input_name(position)
-                kind = "state" if role in row.state else "constant" if role in row.constants else "tensor"
-                yield name, node.op_type, kind
-        for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.GRAPH:
-                yield from _uses(attribute.g)
-    for output in graph.output:
-        yield output.name, "", "tensor"
-
-
-def trainable_initializers(model: onnx.ModelProto) -> list[str]:
-    """Names of float initializers that reach an operator where a gradient can reach them.
-
-    Sizes, bounds, scales of resizing, class weights and running statistics are not among them. Where torch's exporter
-    has marked the parameters, only these count, what it folded from the tensor of a submodule or, as a matrix, from
-    one tensor (the transposed weights of ``Linear``, the reshaped ones of ``GroupNorm``), and what its rewriter has
-    computed from the weights of a layer and the batch norm that follows, which has no mark at all.
-    """
-    used = {name for name, _, kind in _uses(model.graph) if kind == "tensor"}
-    used |= {o.name for o in model.graph.output}
-    floats = [i.name for i in model.graph.initializer if i.data_type in _FLOATS and i.name in used]
-    kinds = {v.name: p.value for v in model.graph.value_info for p in v.metadata_props if p.key == _KIND}
-    if "PARAMETER" not in kinds.values():
-        return floats
-    matrices = {i.name for i in model.graph.initializer if len(i.dims) == 2}
-    folded, noted = set(), set(kinds)
-    for info in model.graph.value_info:
-        for note in info.metadata_props:
-            if note.key == _FOLDED:
-                noted.add(info.name)
-                sources = ast.literal_eval(note.value)
-                # the exporter's own values have no dot in their names
-                if any("." in s for s in sources) or (len(sources) == 1 and info.name in matrices):
-                    folded.add(info.name)
-    layers = [node for node in model.graph.node if node.op_type in _FUSED]
-    folded |= {name for node in layers for name in node.input[1:3]} - noted
-    return [name for name in floats if kinds.get(name) == "PARAMETER" or name in folded]
-
-
-def state_initializers(model: onnx.ModelProto) -> list[str]:
-    """Names of initializers that a training run changes: running statistics."""
-    state = {name for name, _, kind in _uses(model.graph) if kind == "state"}
-    return [i.name for i in model.graph.initializer if i.name in state]

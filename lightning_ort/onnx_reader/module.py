@@ -10,7 +10,8 @@ import torch
 from torch import fx, nn
 
 from lightning_ort.onnx_reader import operators  # noqa: F401  (fills the table)
-from lightning_ort.onnx_reader.load import Model, load, name_of, state_initializers, trainable_initializers, using
+from lightning_ort.onnx_reader.initializers import state_initializers, trainable_initializers
+from lightning_ort.onnx_reader.load import Model, load, name_of, using
 from lightning_ort.onnx_reader.reader import Reader, identifier, is_plain
 from lightning_ort.onnx_reader.values import tensor_from
 
@@ -46,7 +47,7 @@ class OnnxModule(fx.GraphModule):
         return self.meta["output_names"]
 
 
-def to_torch(model: Model, parameters: Collection[str] | None = None) -> OnnxModule:
+def to_torch(model: Model, parameters: Collection[str] | None = None, *, frozen: Collection[str] = ()) -> OnnxModule:
     """Read a forward ONNX graph, opset 13 to 21, as a torch module.
 
     Args:
@@ -54,6 +55,7 @@ def to_torch(model: Model, parameters: Collection[str] | None = None) -> OnnxMod
         parameters: names of the initializers that become ``nn.Parameter``; all other initializers are buffers. By
             default the float initializers, except those that are sizes, bounds, scales, class weights or running
             statistics, and except constants where torch's exporter has marked what was a parameter.
+        frozen: names of parameters that the caller does not train.
 
     Returns:
         A module in train mode. Names of parameters are those of the initializers where Python allows that (dots make
@@ -62,16 +64,17 @@ def to_torch(model: Model, parameters: Collection[str] | None = None) -> OnnxMod
     Raises:
         FileNotFoundError, ValueError: no such file, not an ONNX model, or a name in ``parameters`` that is no float
             initializer.
-        UnsupportedError: an operator, attribute or opset that cannot be read, named with its node.
+        UnsupportedError: an operator, attribute or opset that cannot be read, named with its node; or, without
+            ``parameters``, an initializer of which torch's exporter has left unclear whether it was a parameter.
     """
     proto = load(model)
     with using(name_of(model)):
-        return _module(proto, parameters)
+        return _module(proto, trainable_initializers(proto, frozen) if parameters is None else parameters)
 
 
-def _module(proto: onnx.ModelProto, parameters: Collection[str] | None) -> OnnxModule:
+def _module(proto: onnx.ModelProto, parameters: Collection[str]) -> OnnxModule:
     tensors = {i.name: i for i in proto.graph.initializer}
-    trained = trainable_initializers(proto) if parameters is None else list(dict.fromkeys(parameters))
+    trained = list(dict.fromkeys(parameters))
     unknown = [name for name in trained if name not in tensors]
     if unknown:
         raise ValueError(f"The model has no initializer {', '.join(map(repr, unknown))}. It has: {', '.join(tensors)}.")

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_ort.errors import MismatchError
 from lightning_ort.export.checking import open_session
 from lightning_ort.export.export import undisturbed
-from lightning_ort.export.graph import make_graph
+from lightning_ort.export.graph import make_graph, name_weights
 from lightning_ort.export.inputs import InferenceModule, call_with
 from lightning_ort.files.onnx_models import save_onnx
 from lightning_ort.trainer.description import Description
@@ -65,9 +65,7 @@ def export(
             what=type(combined.model).__name__,
             advice="a number in model_desc",
         )
-    for name, value in list(model.graph.initializers.items()):
-        if name.startswith("model."):
-            value.name = name.removeprefix("model.")
+    name_weights(model, "model.")
     if options.utils.run_symbolic_shape_infer:
         model = ir.from_proto(inferred(ir.to_proto(model)))
     return model

@@ -330,7 +330,7 @@ def make_module(model: nn.Module | onnx.ModelProto, description: Description, op
         wanted = [entry.name for entry in described]
         if own != wanted:
             raise ValueError(f"The ONNX model has the {kind} {own}, but model_desc describes {wanted}.")
-    return to_torch(model)
+    return to_torch(model, frozen=options.utils.frozen_weights)
 
 
 def example_inputs(model: onnx.ModelProto, description: Description) -> list[Tensor]:

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from lightning_ort.onnx_reader.load import trainable_initializers
+from lightning_ort.onnx_reader.initializers import trainable_initializers
 from lightning_ort.validation import is_number, is_whole, shown
 
 __all__ = ["TrainingParameters", "trained_weights"]
@@ -158,7 +158,7 @@ def trained_weights(model: onnx.ModelProto, parameters: TrainingParameters) -> l
         if unknown:
             listed = ", ".join(map(repr, unknown))
             raise ValueError(f"{attribute}: the model has no initializer {listed}. It has: {', '.join(known)}.")
-    chosen = wanted or set(trainable_initializers(model)) - _immutable(model, parameters.immutable_weights)
+    chosen = wanted or set(trainable_initializers(model, excluded)) - _immutable(model, parameters.immutable_weights)
     return [name for name in known if name in chosen and name not in excluded]
 
 

@@ -16,7 +16,8 @@ from lightning_ort.compiler.aot.joint import GRAD
 from lightning_ort.distributed.processes import join
 from lightning_ort.errors import ProviderError
 from lightning_ort.onnx_reader import to_torch
-from lightning_ort.onnx_reader.load import Model, load, name_of, state_initializers, trainable_initializers, using
+from lightning_ort.onnx_reader.initializers import state_initializers, trainable_initializers
+from lightning_ort.onnx_reader.load import Model, load, name_of, using
 from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.runtime.factory import SessionFactory
 from lightning_ort.runtime.memory import Packed
@@ -98,7 +99,8 @@ class TrainingSession(SessionInfo):
         tensors = dict(self._module.named_parameters())
         self._weights = {n: tensors[by_name[n]].detach() for n in trained}
         buffers = dict(self._module.named_buffers())
-        kept = {*trainable_initializers(self._proto), *state_initializers(self._proto)}
+        stored = [i.name for i in self._proto.graph.initializer]
+        kept = {*trainable_initializers(self._proto, stored), *state_initializers(self._proto)}
         self._buffers = {n: buffers[p] for p, n in self._module.buffer_names.items() if p in buffers and n in kept}
         self._pending: dict[str, torch.Tensor] = {}
         self._n_accumulated = 0

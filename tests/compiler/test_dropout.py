@@ -237,6 +237,26 @@ def test_monte_carlo_dropout():
     assert eager.trainer.callback_metrics["spread"] > 0.01
 
 
+@pytest.mark.parametrize("randomness", ["different", "same"])
+@pytest.mark.parametrize(
+    "layer", [nn.Dropout(0.4), nn.AlphaDropout(0.4), nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.4))]
+)
+def test_dropout_of_each_sample_by_itself(layer, randomness):
+    """Under ``vmap`` a mask is drawn into an expanded tensor."""
+
+    def step(x):
+        return torch.func.vmap(layer, randomness=randomness)(x)
+
+    x = torch.randn(4, 6, requires_grad=True)
+    results = []
+    for function in (step, torch.compile(step, backend="lightning_ort")):
+        torch.manual_seed(1)
+        out = function(x)
+        results.append([out.detach(), *torch.autograd.grad(out.square().sum(), x), torch.rand(2)])
+    for got, expected in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
 def test_own_generator():
     """A generator of the module's own: the global stream is not touched by it."""
 

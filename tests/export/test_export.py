@@ -193,16 +193,49 @@ def by_size(s, x):
     return s.linear(x) if x.shape[0] > 4 else -s.linear(x)
 
 
+def convolved(s, x):
+    return nn.functional.max_pool2d(s.conv(x), 2).flatten(1).mean(1)
+
+
+def at_positions(s, x):
+    return s.linear(x) + s.table[: x.shape[0]]
+
+
+@pytest.mark.parametrize(
+    ("module", "sample", "axes", "other"),
+    [
+        (of(convolved, conv=nn.Conv2d(3, 4, 3)), (2, 3, 12, 16), {0: "batch", 2: "h", 3: "w"}, (1, 3, 7, 23)),
+        (of(at_positions, table=nn.Parameter(torch.randn(20, 4))), (5, 6), {0: "length"}, (19, 6)),
+    ],
+    ids=["convolution", "table"],
+)
+def test_sizes_that_the_module_limits(path, capfd, module, sample, axes, other):
+    """torch proposes other limits for them than none, over many lines of its log."""
+    export_onnx(module, path, torch.randn(sample), dynamic={"x": axes})
+    x = torch.randn(other)
+    np.testing.assert_allclose(run(path, x=x)[0], module(x).detach(), rtol=1e-4, atol=1e-5)
+    assert not capfd.readouterr().err
+
+
+def test_names_that_the_exporter_gives_too(path):
+    module = nn.Sequential(nn.Linear(6, 3), nn.Sigmoid()).eval()
+    x = torch.randn(4, 6)
+    export_onnx(module, path, x, input_names=["sigmoid"], output_names=["linear"])
+    np.testing.assert_allclose(run(path, sigmoid=x)[0], module(x).detach(), rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("forward", "message"),
     [
         (lambda s, x: s.linear(x).view(5, 2, 2), r"your code specialized it to be a constant \(5\)"),
         (by_size, r"Not all values of batch"),
+        (lambda s, x: s.linear(x) * (1.0 if x.shape[0] <= 50 else 2.0), r"Not all values of batch"),
+        (lambda s, x: s.linear(x) * (1.0 if x.shape[0] != 17 else 2.0), r"Not all values of batch"),
         (by_values, r"data-dependent.* Python that depends on the values"),
         (lambda s, x: s.linear.weight * 2, r"No output of Module.forward depends on its inputs \['x'\]"),
         (lambda s, x: s.linear(x) + torch.zeros(5, 4), r"constant \(5\)"),
     ],
-    ids=["view", "size", "values", "constant", "added"],
+    ids=["view", "size", "many", "one_size", "values", "constant", "added"],
 )
 def test_what_cannot_be_exported(path, sample, forward, message, capfd):
     with pytest.raises(ExportError, match=message):

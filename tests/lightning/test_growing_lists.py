@@ -522,6 +522,21 @@ def test_hooks_properties_and_private_names_are_read():
         assert getattr(other.module, name) == getattr(eager.module, name)
 
 
+class HookedByLambda(Regressor):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+        self.head.register_forward_hook(lambda m, i, o: self.seen.append(o.detach().mean()))
+
+
+def test_a_hook_that_is_a_lambda_is_read():
+    eager, other = (fit(HookedByLambda, curve, strategy=s, max_epochs=1) for s in ("auto", STRATEGY))
+    assert_same_outcome(eager, other)
+    assert type(other.module.seen) is list
+    torch.testing.assert_close(torch.stack(other.module.seen), torch.stack(eager.module.seen))
+    assert not step_report(other.trainer, "training_step").recompilations
+
+
 def test_a_stand_in_that_escapes_stays_a_list_of_its_list():
     """Nothing that is read allows it; what is not read must not do harm for longer than a step."""
     module = module_that(leaves_collected)

@@ -383,3 +383,23 @@ def test_states_of_another_optimizer_are_refused(written, tmp_path):
     with pytest.raises(ValueError, match="holds the state of Lamb, but the optimizer artifact is AdamW"):
         Optimizer(written / "train_step.onnx", module)
     np.testing.assert_array_equal(state.parameters["fc3.bias"].data, before)
+
+
+@pytest.mark.parametrize("name", ["loss", "output"])
+def test_a_parameter_that_is_called_like_a_result_is_named(name, tmp_path):
+    class Scaled(nn.Linear):
+        def __init__(self):
+            super().__init__(6, 3)
+            self.register_parameter(name, nn.Parameter(torch.ones(())))
+
+        def forward(self, x):
+            return super().forward(x) * getattr(self, name)
+
+    with pytest.raises(ValueError, match=f"'{name}': a result is called like an input or a parameter"):
+        generate_artifacts(Scaled(), tmp_path, inputs=(torch.randn(4, 6), torch.randn(4, 3)), loss="MSELoss")
+
+
+def test_a_name_in_the_place_of_a_list(written, tmp_path):
+    _, module, _ = opened(written)
+    with pytest.raises(TypeError, match=r"graph_output_names='output' is one name: expected a list"):
+        module.export_model_for_inferencing(tmp_path / "x.onnx", "output")

@@ -412,6 +412,70 @@ def test_an_embedding_bag_of_open_sizes_is_refused() -> None:
         to_torch(model)
 
 
+def dynamo_export(module: nn.Module, *inputs: Tensor, **options: Any) -> onnx.ModelProto:
+    pytest.importorskip("onnxscript")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(module, inputs, dynamo=True, verbose=False, **options)
+    assert program is not None
+    return program.model_proto
+
+
+class Folded(nn.Module):
+    """Parameters and buffers that the exporter's optimizer computes with."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(4, 3, bias=False)
+        self.gamma, self.temperature = nn.Parameter(torch.rand(4)), nn.Parameter(torch.rand(()))
+        self.register_buffer("table", torch.rand(9, 4))
+        self.norm, self.embedding = nn.GroupNorm(5, 5), nn.Embedding(9, 4)
+        nn.init.normal_(self.norm.weight)
+        nn.init.normal_(self.norm.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        match self.kind:
+            case "gamma":
+                x = x * self.gamma.view(1, 1, -1)
+            case "temperature":
+                x = x * self.temperature.exp()
+            case "table":
+                x = x + self.table[:5].unsqueeze(0)
+            case "twice":
+                x = x + self.embedding(torch.zeros(5, dtype=torch.long))
+            case "each":
+                x = x + self.embedding(torch.arange(5))
+            case "norm":
+                x = self.norm(x)
+        return self.linear(x) / 1.7 * 3.0
+
+
+@pytest.mark.parametrize("kind", ["gamma", "temperature", "table", "twice"])
+def test_what_the_exporter_computed_is_not_guessed(kind: str) -> None:
+    """A buffer looks like a parameter, and what an exponential is trained to is no parameter's."""
+    module, x = Folded(kind), torch.randn(2, 5, 4)
+    model = dynamo_export(module, x)
+    with pytest.raises(UnsupportedError, match="computed by torch's exporter from .*optimize=False") as refused:
+        to_torch(model)
+    unclear = str(refused.value).split("'")[1]
+    torch.testing.assert_close(to_torch(model, frozen=[unclear])(x)[0], module(x))
+    whole = to_torch(dynamo_export(module, x, optimize=False))
+    torch.testing.assert_close(whole(x)[0], module(x))
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    grads = torch.autograd.grad(module(x).sum(), parameters, allow_unused=True)
+    used = {name for name, grad in zip(names, grads, strict=True) if grad is not None}
+    assert set(whole.parameter_names.values()) == used
+
+
+@pytest.mark.parametrize(("kind", "count"), [("", 1), ("norm", 3), ("each", 2)])
+def test_weights_in_another_place_are_trained_and_constants_are_not(kind: str, count: int) -> None:
+    """Also where no parameter is left as it was, so that none has a mark."""
+    module, x = Folded(kind), torch.randn(2, 5, 4)
+    reader = to_torch(dynamo_export(module, x))
+    torch.testing.assert_close(reader(x)[0], module(x))
+    assert len(list(reader.parameters())) == count
+
+
 @pytest.mark.parametrize("opset", [18, 21])
 def test_layers_that_took_in_a_batch_norm_are_trained(opset: int, tmp_path: Path) -> None:
     """Their weights come from the exporter's rewriter, without a mark."""

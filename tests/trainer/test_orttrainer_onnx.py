@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 from orttrainer_models import ADAM, batches, description, options, trainer
+from torch import nn
 
 from lightning_ort import ORTTrainer
 
@@ -38,6 +40,33 @@ def test_onnx_model_trains_as_its_module(exported):
         np.testing.assert_allclose(ours["model"]["full_precision"][name], value, rtol=0, atol=2e-6)
     assert model.state_dict(pytorch_format=True).keys() == module.state_dict(pytorch_format=True).keys()
     model.load_state_dict(theirs)
+
+
+class Named(nn.Module):
+    """Parameters that are called as the exporter calls its values."""
+
+    def __init__(self):
+        super().__init__()
+        self.mul, self.val_0 = nn.Parameter(torch.tensor(5.0)), nn.Parameter(torch.tensor(7.0))
+        self.linear = nn.Parameter(torch.tensor(0.9))
+
+    def forward(self, x):
+        return (x * self.mul).clamp(-3.5, 3.5) * self.val_0 + x.pow(3.0) * self.linear
+
+
+@pytest.mark.parametrize(("first", "result"), [("x", "output"), ("clamp", "pow_1")])
+def test_names_that_the_exporter_gives_too(tmp_path, first, result):
+    described = {"inputs": [(first, ["b", 3]), ("y", ["b"])], "outputs": [("loss", [], True), (result, ["b", 3])]}
+    model = ORTTrainer(Named(), described, ADAM(), nn.CrossEntropyLoss(), options())
+    x, y = torch.randn(4, 3), torch.randint(0, 3, (4,))
+    model.train_step(x, y)
+    model.save_as_onnx(str(tmp_path / "model.onnx"))
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    got = session.run(["loss", result], {first: x.numpy(), "y": y.numpy()})
+    for a, b in zip(got, model.eval_step(x, y), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    stored = {i.name for i in onnx.load(tmp_path / "model.onnx").graph.initializer}
+    assert stored == {"mul", "val_0", "linear"}
 
 
 def test_names_of_an_onnx_model_must_be_described(exported):

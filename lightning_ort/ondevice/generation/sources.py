@@ -27,7 +27,8 @@ from lightning_ort.ondevice.generation.objectives import (
     target_name,
 )
 from lightning_ort.onnx_reader import to_torch
-from lightning_ort.onnx_reader.load import load, name_of, parsed, state_initializers, trainable_initializers, using
+from lightning_ort.onnx_reader.initializers import state_initializers, trainable_initializers
+from lightning_ort.onnx_reader.load import load, name_of, parsed, using
 
 __all__ = ["Source", "onnx_source", "torch_source", "without_side_effects"]
 
@@ -128,24 +129,26 @@ def onnx_source(
     parameters: Sequence[str] | None,
     loss_inputs: Sequence[str] | None,
     additional: Sequence[str] = (),
+    frozen: Sequence[str] = (),
 ) -> Source:
     """Of an ONNX model.
 
     Args:
         parameters: initializers that become parameters; by default those that a gradient can reach.
         additional: results that are given besides the loss.
+        frozen: names of parameters that are not trained.
 
     Raises:
         ValueError: it has no output that the loss could be computed from.
     """
     if is_block(loss):
-        return _block_source(parsed(model), inputs, loss, parameters, loss_inputs, additional)
+        return _block_source(parsed(model), inputs, loss, parameters, loss_inputs, additional, frozen)
     proto = load(model)
     if parameters is not None:
         state = state_initializers(proto)  # the training wheel wants running statistics listed
         parameters = [n for n in parameters if n not in state]
     with using(name_of(model)):
-        module = to_torch(proto, parameters)
+        module = to_torch(proto, parameters, frozen=frozen)
         infos = input_infos(proto)
     inference = Inference(module, [None] * len(infos), module.output_names)
     loss_fn = loss_function(loss)
@@ -166,6 +169,7 @@ def _block_source(
     parameters: Sequence[str] | None,
     loss_inputs: Sequence[str] | None,
     additional: Sequence[str],
+    frozen: Sequence[str],
 ) -> Source:
     """Of a model with the loss of an onnxblock."""
     built, losses, made = with_loss(forward, block, loss_inputs, additional)
@@ -173,7 +177,7 @@ def _block_source(
     if parameters is None:
         # the numbers in a loss are no parameters
         own = {i.name for i in forward.graph.initializer} | set(made)
-        parameters = [n for n in trainable_initializers(proto) if n in own]
+        parameters = [n for n in trainable_initializers(proto, frozen) if n in own]
     state = state_initializers(proto)
     module = to_torch(proto, [n for n in parameters if n not in state])
     infos = input_infos(proto)

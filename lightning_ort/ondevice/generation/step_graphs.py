@@ -122,6 +122,12 @@ def _graph(
     forward: ModuleForward, joint: Joint, fed: Collection[str], trained: Sequence[str], changed: Sequence[str]
 ) -> StepGraph:
     forward.infos = joint.infos
+    clash = sorted({*forward.input_names, *forward.parameters, *forward.buffers} & set(forward.output_names))
+    if clash:
+        raise ValueError(
+            f"{', '.join(map(repr, clash))}: a result is called like an input or a parameter; rename the parameter, or "
+            "give the results other names by output_names."
+        )
     model = standardize(written(joint, described(joint, forward.output_names), fed=fed))
     taken = {str(v.name) for v in model.graph.inputs}
     return StepGraph(

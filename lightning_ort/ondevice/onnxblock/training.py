@@ -13,7 +13,7 @@ from lightning_ort.checkpoints.state import TrainingState
 from lightning_ort.ondevice.formats.ort_training.write_step import derived, training_model
 from lightning_ort.ondevice.onnxblock.blocks import Block
 from lightning_ort.ondevice.onnxblock.model_accessor import current
-from lightning_ort.onnx_reader.load import state_initializers
+from lightning_ort.onnx_reader.initializers import state_initializers
 from lightning_ort.onnx_reader.values import tensor_from
 
 __all__ = ["ForwardBlock", "TrainingBlock", "as_names", "with_outputs"]
