@@ -455,7 +455,7 @@ def test_what_the_exporter_computed_is_not_guessed(kind: str) -> None:
     """A buffer looks like a parameter, and what an exponential is trained to is no parameter's."""
     module, x = Folded(kind), torch.randn(2, 5, 4)
     model = dynamo_export(module, x)
-    with pytest.raises(UnsupportedError, match="computed by torch's exporter from .*optimize=False") as refused:
+    with pytest.raises(UnsupportedError, match=r"computed by torch's exporter from .*optimize=False") as refused:
         to_torch(model)
     unclear = str(refused.value).split("'")[1]
     torch.testing.assert_close(to_torch(model, frozen=[unclear])(x)[0], module(x))
