@@ -8,6 +8,7 @@ forces from an energy that is summed up, a gradient penalty at what is computed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from lightning_ort.compiler.functional_graph import Untraceable
 
 __all__ = ["cut_at_results", "run_in_parts"]
 
-_SWITCHES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")
+_SWITCHES = re.compile(r"_set_grad_enabled|_(enter|exit)_autocast|_\w+_(in|de)crement_nesting")
 
 
 def cut_at_results(graph: fx.GraphModule) -> fx.GraphModule | None:
@@ -43,10 +44,10 @@ def cut_at_results(graph: fx.GraphModule) -> fx.GraphModule | None:
             part[node] = last
     if not last:
         return None
-    if any(getattr(node.target, "__name__", "") in _SWITCHES for node in part):
+    if any(_SWITCHES.fullmatch(getattr(node.target, "__name__", "")) for node in part):
         raise Untraceable(
             "torch.autograd.grad follows, which could ask for the gradient of one of its results by another one, and "
-            "autocast, or whether gradients are on, changes on the way"
+            "autocast, whether gradients are on, or a transform of torch.func changes on the way"
         )
     return split_module(graph, nn.Module(), lambda node: part[node])
 

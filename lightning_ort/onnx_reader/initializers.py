@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Collection, Iterator
 
@@ -41,7 +40,7 @@ def trainable_initializers(model: onnx.ModelProto, settled: Collection[str] = ()
     floats = {i.name: i for i in model.graph.initializer if i.data_type in _FLOATS and i.name in used}
     notes = [(v.name, p.key, p.value) for v in model.graph.value_info for p in v.metadata_props]
     kinds = {name: value for name, key, value in notes if key == _KIND}
-    folded = {name: ast.literal_eval(value) for name, key, value in notes if key == _FOLDED and name in floats}
+    folded = {name: re.findall(r"'([^']+)'", value) for name, key, value in notes if key == _FOLDED and name in floats}
     if not kinds and not folded:
         return list(floats)
     trained = {name for name, kind in kinds.items() if kind == "PARAMETER"}

@@ -67,10 +67,18 @@ def changed_between(net, x):
 
 def under_autocast(net, x):
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        h = net(x.float())
+        h = net(x)
     loss = h.double().square().mean()
     (g,) = torch.autograd.grad(loss, h, create_graph=True)
     return loss + g.double().square().sum()
+
+
+def beside_a_transform(net, x):
+    h = net(x)
+    slopes = torch.func.vmap(torch.func.grad(lambda row: (row.sin() * row).sum()))(h)
+    loss = (h * slopes).square().mean()
+    (g,) = torch.autograd.grad(loss, h, create_graph=True)
+    return loss + g.square().sum()
 
 
 STEPS = [
@@ -110,18 +118,18 @@ def test_gradients_of_one_result_by_another(step):
     assert len(graphs) >= 2 and not [f for f in in_torch if f.operator == "the whole region"]
 
 
-def test_under_autocast_they_are_torchs():
+@pytest.mark.parametrize(("step", "reason"), [(under_autocast, "autocast"), (beside_a_transform, "torch.func")])
+def test_where_settings_change_on_the_way_they_are_torchs(step, reason):
     torch._dynamo.reset()
     in_torch: list = []
-    compiled = torch.compile(under_autocast, backend=ORTBackend(on_fallback=in_torch.extend))
+    compiled = torch.compile(step, backend=ORTBackend(on_fallback=in_torch.extend))
 
-    def run(step):
+    def run(function):
         torch.manual_seed(0)
-        net = nn.Linear(4, 2)
-        x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
-        loss = step(net, x)
+        net, x = nn.Linear(4, 2), torch.randn(5, 4, requires_grad=True)
+        loss = function(net, x)
         return [loss.detach(), *torch.autograd.grad(loss, [x, *net.parameters()])]
 
-    for got, expected in zip(run(compiled), run(under_autocast), strict=True):
+    for got, expected in zip(run(compiled), run(step), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5)
-    assert "autocast" in in_torch[0].reason
+    assert reason in in_torch[0].reason
