@@ -44,7 +44,11 @@ def scaled_dot_product_attention(
     if is_causal:
         rows, columns = query.shape[-2], key.shape[-2]
         hidden = torch.ones(rows, columns, dtype=torch.bool, device=query.device).triu(1)
-        scores = scores.masked_fill(hidden, -torch.inf)
+        if query.dim() != 4 or dropout_p > 0:
+            # what torch writes out itself adds the mask: scores that are NaN or infinite make their row NaN
+            scores = scores + torch.zeros_like(hidden, dtype=scores.dtype).masked_fill(hidden, -torch.inf)
+        else:
+            scores = scores.masked_fill(hidden, -torch.inf)
     elif attn_mask is not None:
         scores, blank = _masked(scores, attn_mask)
     weights = scores.softmax(-1)
