@@ -29,6 +29,8 @@ class OutputLayout:
     """
 
     def __init__(self, graph: fx.GraphModule) -> None:
+        if any(map(_is_at_fixed_place, graph.graph.nodes)):
+            raise Untraceable("as_strided with a storage_offset reads an input's memory at a fixed place")
         results = graph.graph.output_node().args[0]
         self.values = [r.meta.get("example_value") if isinstance(r, fx.Node) else r for r in results]
         placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
@@ -137,7 +139,10 @@ def _detached_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class InputView:
-    """An output that torch would give as a view of input number ``source``."""
+    """An output that torch would give as a view of input number ``source``.
+
+    Its place is told from where the input lies, which may be elsewhere in its memory at each call, as ``rows[i]`` does.
+    """
 
     source: int
     geometry: Callable[[Sequence[Any]], tuple[Any, ...]]
@@ -148,7 +153,7 @@ class InputView:
         numbers = self.geometry(args)
         size, stride, offset = numbers[: self.rank], numbers[self.rank : 2 * self.rank], numbers[-1]
         whole = args[self.source] if self.differentiable else args[self.source].detach()
-        return whole.as_strided(size, stride, offset)
+        return whole.as_strided(size, stride, whole.storage_offset() + offset)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,14 +246,13 @@ def input_views(graph: fx.GraphModule, sizes: Sizes) -> dict[int, InputView]:
         if sources:
             # two inputs may be views of one tensor: gradients go by way of the one this is made from
             origin = _origin(result) if len(sources) > 1 else placeholders[sources[0]]
-            if origin in (placeholders[j] for j in sources):
-                source = placeholders.index(origin)
-            elif val.requires_grad:
+            if origin not in (placeholders[j] for j in sources):
                 raise Untraceable("it gives a view of one of two inputs in the same memory, and does not tell of which")
-            else:
-                source = sources[0]
-            geometry = sizes.evaluator([*val.shape, *val.stride(), val.storage_offset()])
-            views[i] = InputView(source, geometry, val.dim(), _follows(val, placeholders[source].meta["example_value"]))
+            source = placeholders.index(origin)
+            whole = origin.meta["example_value"]
+            offset = val.storage_offset() - whole.storage_offset()
+            geometry = sizes.evaluator([*val.shape, *val.stride(), offset])
+            views[i] = InputView(source, geometry, val.dim(), _follows(val, whole))
     return views
 
 
@@ -263,6 +267,14 @@ def _origin(node: fx.Node) -> fx.Node:
         if source is None:
             return node
         node = source
+
+
+def _is_at_fixed_place(node: fx.Node) -> bool:
+    """Whether it reads an input from a given place in its memory on, wherever in there the input itself begins."""
+    if node.target not in (torch.as_strided, torch.Tensor.as_strided, "as_strided"):
+        return False
+    given = node.kwargs.get("storage_offset", node.args[3] if len(node.args) > 3 else None)
+    return given is not None and _origin(node).op == "placeholder"
 
 
 def overlap(tensors: Sequence[Any], changed: Sequence[int]) -> bool:

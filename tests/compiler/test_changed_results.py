@@ -451,3 +451,45 @@ def test_views_of_inputs_that_share_memory(step, placement):
             assert (got is None) == (expected is None), wanted
             if expected is not None:
                 torch.testing.assert_close(got, expected)
+
+
+OF_ROWS = {
+    "transposed": lambda x: (x.t(), x.sum()),
+    "parts": lambda x: (x[1:].reshape(-1)[2:5], x[0], x.exp()),
+    "parts of parts": lambda x: (x.view(2, 6).t()[1:], x.detach()[2], x * 2),
+    "windows": lambda x: (x.unfold(0, 2, 1), x.as_strided((2, 2), (2, 1)), x.as_strided((2, 2), (2, 1)) * 2),
+    "a place": lambda x: (x.as_strided((2, 2), (2, 1), 1), x.as_strided((2, 2), (2, 1), 1) * 2),
+    "changed": lambda x: (x.mul_(2)[1:], x.sum()),
+    "changed in part": lambda x: (x[1].add_(1), x.sum()),
+}
+
+
+@pytest.mark.parametrize("placement", ["onnxruntime", "torch"])
+@pytest.mark.parametrize("rows", [(1, 0, 2, 3), (0, 3, 1)])
+@pytest.mark.parametrize("step", OF_ROWS.values(), ids=OF_ROWS)
+def test_views_of_inputs_that_begin_elsewhere_in_their_memory(step, rows, placement):
+    """As the batches of a table that is sliced: torch compiles nothing again for them."""
+    table = torch.randn(4, 3, 4)
+    compiled = torch.compile(step, backend="lightning_ort", options={"placement": placement})
+    for i in rows:
+        ours, theirs = table.clone(), table.clone()
+        for got, expected in zip(compiled(ours[i]), step(theirs[i]), strict=True):
+            torch.testing.assert_close(got, expected)
+        torch.testing.assert_close(ours, theirs)
+
+
+def a_part_behind_a_break(x):
+    part = (x * 2)[-1:]
+    graph_break()
+    first = part[..., :2]
+    graph_break()
+    return first.cos().sum() + part.sum()
+
+
+def test_views_of_results_whose_place_goes_by_the_size():
+    compiled = torch.compile(a_part_behind_a_break, backend="lightning_ort")
+    for batch in (6, 5, 4, 7, 1):
+        x = torch.randn(batch, 4, requires_grad=True)
+        outputs = [f(x) for f in (compiled, a_part_behind_a_break)]
+        torch.testing.assert_close(*outputs)
+        torch.testing.assert_close(*(torch.autograd.grad(o, x)[0] for o in outputs))

@@ -125,7 +125,9 @@ def arguments(case: Case, number: int, dtype: torch.dtype) -> list[Any]:
             x.view(-1)[int(torch.randint(x.numel(), (), generator=generator))] = float(case.data)
         elif case.data == "large":
             x = x * 100
-        return x.to(dtype).requires_grad_()
+        # each second call, it begins somewhere in its memory, as the rows of a table do
+        memory = torch.zeros(case.batch + 2 * (number % 2), *shape, dtype=dtype)
+        return memory[number % 2 : number % 2 + case.batch].copy_(x).requires_grad_()
 
     labels = torch.randint(4, (case.batch,), generator=generator)
     return [tensor(4), tensor(3, 4), tensor(2, 6, 6), labels, number, 0.5 + 0.25 * (number % 3)]
