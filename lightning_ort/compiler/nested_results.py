@@ -17,9 +17,11 @@ from torch import fx, nn
 from torch.fx.passes.split_module import split_module
 
 from lightning_ort.compiler.functional_graph import Untraceable
+from lightning_ort.runtime.memory import storage_key
 
 __all__ = ["cut_at_results", "run_in_parts"]
 
+_IN_PLACE = ("setitem", "iadd", "isub", "imul", "itruediv", "ipow")
 _SWITCHES = re.compile(r"_set_grad_enabled|_(enter|exit)_autocast|_\w+_(in|de)crement_nesting")
 
 
@@ -27,7 +29,7 @@ def cut_at_results(graph: fx.GraphModule) -> fx.GraphModule | None:
     """The graph with a submodule for each of its parts, or ``None`` where it is right as a whole.
 
     Raises:
-        Untraceable: settings of torch change on the way, which a part would not know of.
+        Untraceable: settings of torch change on the way, which a part would not know of, or a result behind the cut.
     """
     reason = getattr(graph, "compile_subgraph_reason", None)  # Dynamo's, of the break that the graph ends at
     if reason is None or "`torch.autograd.grad`" not in reason.reason:
@@ -36,12 +38,25 @@ def cut_at_results(graph: fx.GraphModule) -> fx.GraphModule | None:
     assert isinstance(results, (list, tuple))
     outputs = {r for r in results if isinstance(r, fx.Node) and r.op != "placeholder" and _has_gradient(r)}
     part: dict[fx.Node, int] = {}
-    last = 0
+    made_in: dict[Any, int] = {}  # memory to the part that has it first
+    last, behind_a_cut = 0, False
     for node in graph.graph.nodes:
-        if node.op not in ("placeholder", "output"):
-            # never before the node that comes before it: changes in place keep their order
-            last = max([last, *(part[n] + (n in outputs) for n in node.all_input_nodes if n in part)])
-            part[node] = last
+        if node.op == "output":
+            continue
+        if node.op == "placeholder":
+            if _has_gradient(node):
+                made_in[_memory(node)] = 0
+            continue
+        changed = _changed_by(node)
+        # never before the node that comes before it: changes in place keep their order
+        behind = (part[n] + (n in outputs and n is not changed) for n in node.all_input_nodes if n in part)
+        part[node] = last = max([last, *behind])
+        if changed in outputs:
+            outputs.add(node)  # under another name
+        # what autograd knows of a tensor is its last state, and a part before would be told of it
+        behind_a_cut |= changed is not None and made_in.get(_memory(changed), last) < last
+        if changed is None and _memory(node) is not None:
+            made_in.setdefault(_memory(node), last)
     if not last:
         return None
     if any(_SWITCHES.fullmatch(getattr(node.target, "__name__", "")) for node in part):
@@ -49,6 +64,8 @@ def cut_at_results(graph: fx.GraphModule) -> fx.GraphModule | None:
             "torch.autograd.grad follows, which could ask for the gradient of one of its results by another one, and "
             "autocast, whether gradients are on, or a transform of torch.func changes on the way"
         )
+    if behind_a_cut:
+        raise Untraceable("torch.autograd.grad follows, and a tensor is changed in place behind what may be asked for")
     return split_module(graph, nn.Module(), lambda node: part[node])
 
 
@@ -77,6 +94,21 @@ class _Part(nn.Module):
     def forward(self, *args: Any) -> Any:
         results = self._run(*args)
         return results[0] if self._alone else results
+
+
+def _changed_by(node: fx.Node) -> fx.Node | None:
+    """The tensor that this changes in place, as far as its name tells."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE or node.kwargs.get("inplace")
+    return node.args[0] if in_place and node.args and isinstance(node.args[0], fx.Node) else None
+
+
+def _memory(node: fx.Node) -> Any:
+    value = node.meta.get("example_value")
+    try:
+        return storage_key(value) if isinstance(value, torch.Tensor) else None
+    except NotImplementedError:  # within a transform of torch.func
+        return None
 
 
 def _has_gradient(node: fx.Node) -> bool:

@@ -73,6 +73,24 @@ def under_autocast(net, x):
     return loss + g.double().square().sum()
 
 
+def changed_before_it_is_cut(net, x):
+    a = net(x).exp()
+    b = a.clone()
+    b.sub_(a, alpha=0.5)
+    h = a.cumsum(0)
+    (g,) = torch.autograd.grad(h.square().sum(), h, create_graph=True)
+    return b.mean() + g.mean()
+
+
+def changed_behind_the_cut(net, x):
+    h = net(x)
+    b = x * 2
+    loss = h.square().mean()
+    b[:, 0].mul_(2.0)
+    (g,) = torch.autograd.grad(loss, h, create_graph=True)
+    return loss + g.square().sum() + b.sum()
+
+
 def beside_a_transform(net, x):
     h = net(x)
     slopes = torch.func.vmap(torch.func.grad(lambda row: (row.sin() * row).sum()))(h)
@@ -83,7 +101,7 @@ def beside_a_transform(net, x):
 
 STEPS = [
     by_what_is_computed, which_may_be_unused, energy_and_forces, one_behind_the_other, beside_others,
-    meta_learning, changed_between,
+    meta_learning, changed_between, changed_before_it_is_cut,
 ]  # fmt: skip
 
 
@@ -118,7 +136,10 @@ def test_gradients_of_one_result_by_another(step):
     assert len(graphs) >= 2 and not [f for f in in_torch if f.operator == "the whole region"]
 
 
-@pytest.mark.parametrize(("step", "reason"), [(under_autocast, "autocast"), (beside_a_transform, "torch.func")])
+@pytest.mark.parametrize(
+    ("step", "reason"),
+    [(under_autocast, "autocast"), (beside_a_transform, "torch.func"), (changed_behind_the_cut, "in place")],
+)
 def test_where_settings_change_on_the_way_they_are_torchs(step, reason):
     torch._dynamo.reset()
     in_torch: list = []

@@ -125,7 +125,7 @@ def _is_unused(statement: str, statements: Sequence[str], results: Sequence[str]
 
 def _written(statement: str) -> str | None:
     """The tensor that a statement changes in place."""
-    found = re.match(r"(t\d+)\.\w+_\(", statement)
+    found = re.match(r"(t\d+)(?:\.\w+_\(|\[.*\] .?= )", statement)
     return found[1] if found else None
 
 
