@@ -52,8 +52,8 @@ def trainable_initializers(model: onnx.ModelProto, settled: Collection[str] = ()
             raise UnsupportedError(
                 f"Initializer {name!r} was computed by torch's exporter from {', '.join(_roots(sources))}, "
                 "and the file does not say whether that was trained, or how. Expected a file with all parameters as "
-                "they are in the module: torch.onnx.export(..., dynamo=True, optimize=False). Or say what is trained: "
-                f"list the names of all initializers that are, or {name!r} as one that is not."
+                "they are in the module, which torch.onnx.export writes with dynamo=True and optimize=False. Or say "
+                f"what is trained: list the names of all initializers that are, or {name!r} as one that is not."
             )
     noted = {name for name, key, _ in notes if key in (_KIND, _FOLDED)}
     layers = [node for node in model.graph.node if node.op_type in _FUSED]
