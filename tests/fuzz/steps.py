@@ -175,6 +175,9 @@ class _Approximated(TorchDispatchMode):
         return (first, *others) if isinstance(result, tuple) else first
 
 
+_SUMMING = ("aten::sum", "aten::mean", "aten::nll_loss_forward", "aten::nll_loss2d_forward")
+
+
 class _OtherKernels(TorchDispatchMode):
     """While entered, the smallest numbers are zeros, and sums that are zero have the other sign: kernels differ."""
 
@@ -188,8 +191,10 @@ class _OtherKernels(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func._schema.name in ("aten::sum", "aten::mean") and result.is_floating_point():
-            return torch.where(result == 0, -result, result)
+        first, *others = result if isinstance(result, tuple) else (result,)
+        if func._schema.name in _SUMMING and first.is_floating_point():
+            first = torch.where(first == 0, -first, first)
+            return (first, *others) if isinstance(result, tuple) else first
         return result
 
 
