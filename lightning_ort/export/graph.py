@@ -119,7 +119,7 @@ def _traced(
     dims = {name: torch.export.Dim(name) for open_axes in axes for name in open_axes.values()}
     first: Exception | None = None
     # sizes of any number, as the user says; else those the module takes: a convolution needs some, a table has so many
-    for dim in (dims.get, lambda name: torch.export.Dim.DYNAMIC):
+    for limited, dim in ((False, dims.get), (True, lambda name: torch.export.Dim.DYNAMIC)):
         shapes = (tuple({axis: dim(name) for axis, name in open_axes.items()} for open_axes in axes),)
         # plain Python makes a number of len(x); Dynamo, which refuses more, leaves it open
         for strict in (False, True):
@@ -128,7 +128,9 @@ def _traced(
             except Exception as error:
                 first = first or error
             else:
-                if first is None or _are_different(program, axes):
+                if not limited:
+                    return program, None
+                if _are_different(program, axes):
                     return program, first
     assert first is not None
     raise first from first.__cause__

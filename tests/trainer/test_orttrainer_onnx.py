@@ -69,6 +69,22 @@ def test_names_that_the_exporter_gives_too(tmp_path, first, result):
     assert stored == {"mul", "val_0", "linear"}
 
 
+class Counting(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * len(x)  # a number of Python, unless torch traces with Dynamo
+
+
+def test_a_size_that_python_counts_stays_open(tmp_path):
+    described = {"inputs": [("x", ["b", 3]), ("y", ["b"])], "outputs": [("loss", [], True), ("output", ["b", 3])]}
+    model = ORTTrainer(Counting(3, 3), described, ADAM(), nn.CrossEntropyLoss(), options())
+    model.train_step(torch.randn(4, 3), torch.randint(0, 3, (4,)))
+    model.save_as_onnx(str(tmp_path / "model.onnx"))
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    x, y = torch.randn(7, 3), torch.randint(0, 3, (7,))
+    got = session.run(["loss"], {"x": x.numpy(), "y": y.numpy()})[0]
+    np.testing.assert_allclose(got, model.eval_step(x, y)[0], rtol=1e-5)
+
+
 def test_names_of_an_onnx_model_must_be_described(exported):
     wrong = {**description(), "inputs": [("x", ["b", 20]), ("y", ["b"])]}
     with pytest.raises(ValueError, match=r"has the inputs \['x', 'label'\], but model_desc describes \['x', 'y'\]"):
