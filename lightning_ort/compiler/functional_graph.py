@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx, maybe_enable_thunkify
 from lightning_ort.compiler import decompositions
 from lightning_ort.compiler.decompositions.registry import composites
 
-__all__ = ["Untraceable", "functional_graph", "is_number", "plain_kernels"]
+__all__ = ["Untraceable", "functional_graph", "is_named_in_place", "is_number", "plain_kernels"]
 
 aten = torch.ops.aten
 
@@ -88,18 +88,22 @@ def _is_open(fake: Any) -> bool:
 def _seems_to_write(region: fx.GraphModule) -> bool:
     """Whether calls are named as if they changed a tensor: a graph without account of that would be in vain."""
     graphs = [module.graph for module in region.modules() if isinstance(module, fx.GraphModule)]
-    for node in itertools.chain.from_iterable(graph.nodes for graph in graphs):
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        if node.op in ("call_method", "call_function") and (
-            (name.endswith("_") and not name.endswith("__"))
-            or name in _WRITING
-            or "batch_norm" in name
-            or "out" in node.kwargs
-            or node.kwargs.get("inplace")
-            or isinstance(node.target, HigherOrderOperator)
-        ):
-            return True
-    return False
+    return any(
+        is_named_in_place(node) or "batch_norm" in _name(node) or isinstance(node.target, HigherOrderOperator)
+        for node in itertools.chain.from_iterable(graph.nodes for graph in graphs)
+        if node.op in ("call_method", "call_function")
+    )
+
+
+def is_named_in_place(node: fx.Node) -> bool:
+    """Whether a call of Dynamo's graph is named as one that changes its first argument, or what is given as ``out``."""
+    name = _name(node)
+    named = (name.endswith("_") and not name.endswith("__")) or name in _WRITING
+    return named or "out" in node.kwargs or bool(node.kwargs.get("inplace"))
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
 def _writes(node: fx.Node) -> bool:

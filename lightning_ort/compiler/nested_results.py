@@ -16,12 +16,11 @@ import torch
 from torch import fx, nn
 from torch.fx.passes.split_module import split_module
 
-from lightning_ort.compiler.functional_graph import Untraceable
+from lightning_ort.compiler.functional_graph import Untraceable, is_named_in_place
 from lightning_ort.runtime.memory import storage_key
 
 __all__ = ["cut_at_results", "run_in_parts"]
 
-_IN_PLACE = ("setitem", "iadd", "isub", "imul", "itruediv", "ipow")
 _SWITCHES = re.compile(r"_set_grad_enabled|_(enter|exit)_autocast|_\w+_(in|de)crement_nesting")
 
 
@@ -66,7 +65,7 @@ def cut_at_results(graph: fx.GraphModule) -> fx.GraphModule | None:
         )
     if behind_a_cut:
         raise Untraceable("torch.autograd.grad follows, and a tensor is changed in place behind what may be asked for")
-    return split_module(graph, nn.Module(), lambda node: part[node])
+    return split_module(graph, nn.Module(), part.__getitem__)
 
 
 def run_in_parts(
@@ -98,9 +97,8 @@ class _Part(nn.Module):
 
 def _changed_by(node: fx.Node) -> fx.Node | None:
     """The tensor that this changes in place, as far as its name tells."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE or node.kwargs.get("inplace")
-    return node.args[0] if in_place and node.args and isinstance(node.args[0], fx.Node) else None
+    changed = node.kwargs.get("out", node.args[0] if node.args else None) if is_named_in_place(node) else None
+    return changed if isinstance(changed, fx.Node) else None
 
 
 def _memory(node: fx.Node) -> Any:

@@ -49,7 +49,9 @@ def layout_of(node: fx.Node) -> torch.Tensor:
     """
     source = node.args[0] if node.target in _IN_PLACE else node
     assert isinstance(source, fx.Node)
-    return source.meta["val"]
+    val = source.meta["val"]
+    # the copies of an entry of an expanded tensor are drawn each
+    return torch.empty_like(val) if 0 in [step for step in val.stride() if isinstance(step, int)] else val
 
 
 def _draw(fill: Callable[..., torch.Tensor]) -> Draw:
@@ -62,10 +64,7 @@ def _draw(fill: Callable[..., torch.Tensor]) -> Draw:
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        out = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-        if any(n > 1 and not step for n, step in zip(shape, stride, strict=True)):
-            out = torch.empty_like(out)  # of an expanded tensor, whose copies of an entry are drawn each
-        return fill(out, *args)
+        return fill(torch.empty_strided(shape, stride, dtype=dtype, device=device), *args)
 
     return draw
 

@@ -99,7 +99,7 @@ def make_graph(
             raise ExportError(f"torch.onnx.export cannot write {what}: {_reason(error)}") from error
     assert exported is not None
     model = exported.model
-    _call(model.graph, list(zip([*model.graph.inputs, *model.graph.outputs], [*names, *outputs], strict=True)))
+    _rename(model.graph, list(zip([*model.graph.inputs, *model.graph.outputs], [*names, *outputs], strict=True)))
     _name_sizes(model, names, axes)
     model.ir_version = min(model.ir_version or _IR_VERSION, _IR_VERSION)
     if trainable:
@@ -225,10 +225,10 @@ def name_weights(model: ir.Model, prefix: str) -> None:
     kept = {v.name for v in [*graph.inputs, *graph.outputs]}
     weights = [v for name, v in graph.initializers.items() if name.startswith(prefix)]
     names = [str(v.name).removeprefix(prefix) for v in weights]
-    _call(graph, [(v, name) for v, name in zip(weights, names, strict=True) if name not in kept])
+    _rename(graph, [(v, name) for v, name in zip(weights, names, strict=True) if name not in kept])
 
 
-def _call(graph: ir.Graph, names: Sequence[tuple[ir.Value, str]]) -> None:
+def _rename(graph: ir.Graph, names: Sequence[tuple[ir.Value, str]]) -> None:
     """Give values these names. Other values that have them, which the exporter has called so, get new ones."""
     chosen = {id(value) for value, _ in names}
     values = [*graph.inputs, *graph.initializers.values(), *(v for node in graph.all_nodes() for v in node.outputs)]
