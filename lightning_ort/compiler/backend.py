@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import fx
 
+from lightning_ort.compiler.autograd_functions import differentiable_twice
 from lightning_ort.compiler.checkpointing import as_in_eager
 from lightning_ort.compiler.executors.executable import Account, timed_in_torch
 from lightning_ort.compiler.functional_graph import Untraceable
@@ -74,6 +75,7 @@ class ORTBackend:
             if parts is not None:
                 return run_in_parts(parts, self)
             as_in_eager(graph)
+            differentiable_twice(graph)
             _ = graph.code  # written now: a module that writes it when it is called prints it on errors
             device = _device(graph, example_inputs)
             region = Region(

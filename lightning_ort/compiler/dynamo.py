@@ -8,9 +8,10 @@ import sysconfig
 import threading
 import time
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import fx
@@ -18,6 +19,7 @@ from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.callback import callback_handler
 from torch.nn.modules import module as module_hooks
 
+from lightning_ort.compiler import plain_values
 from lightning_ort.compiler.dynamo_words import compiled_again, function_name, graph_break, why
 from lightning_ort.compiler.symbolic_shapes import open_dims
 from lightning_ort.report import InTorch, StepReport, timeline
@@ -44,6 +46,7 @@ DYNAMO_SETTINGS = {
     "skip_nnmodule_hook_guards": False,
     # Dynamo would cut graphs where a bucket of DistributedDataParallel is full
     "optimize_ddp": False,
+    **plain_values.SETTINGS,
 }
 """Settings of ``torch._dynamo.config`` while steps run."""
 
@@ -230,6 +233,9 @@ class DynamoObserver(logging.Handler):
     _BREAKS: ClassVar = {"torch._dynamo.variables.tensor": "Graph break from `Tensor.item()`"}
     """likewise of graph breaks, which are in the report with the user's line"""
 
+    _UNKNOWN = "Dynamo does not know how to trace the builtin"
+    """a warning about some of them, with a request to report them"""
+
     def __init__(
         self,
         current: Callable[[], StepReport | None],
@@ -243,6 +249,7 @@ class DynamoObserver(logging.Handler):
         self._announced = False
         self._breaks = 0
         self._last_metrics: Any = None
+        self._filter: Any = None
         self._silence = {name: _Silence(beginning, self._count) for name, beginning in self._FAILURES.items()}
         self._silence |= {name: _Silence(beginning) for name, beginning in self._BREAKS.items()}
         self.compilations = 0
@@ -255,6 +262,8 @@ class DynamoObserver(logging.Handler):
         logging.getLogger(self._LOGGER).addHandler(self)
         for name, silence in self._silence.items():
             logging.getLogger(name).addFilter(silence)
+        warnings.filterwarnings("ignore", self._UNKNOWN)
+        self._filter = warnings.filters[0]
         self._breaks = len(dynamo_utils.graph_break_reasons)
         self._last_metrics = self._newest_metrics()
 
@@ -272,6 +281,9 @@ class DynamoObserver(logging.Handler):
         logging.getLogger(self._LOGGER).removeHandler(self)
         for name, silence in self._silence.items():
             logging.getLogger(name).removeFilter(silence)
+        if self._filter in warnings.filters:
+            cast("list[Any]", warnings.filters).remove(self._filter)
+        self._filter = None
 
     def _count(self) -> None:
         self.failures += 1

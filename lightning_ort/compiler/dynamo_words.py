@@ -26,6 +26,8 @@ _EXPECTED = (
 _PLAIN = (
     (r"generic_jump|[Dd]ata-dependent branching", "which way Python goes depends on the values of a tensor"),
     (r"Tensor\.(?:item|tolist)\b", "a tensor becomes a number of Python"),
+    (r"`Tensor\.numpy\(\)`", "a tensor becomes an array of NumPy"),
+    (r"torch\.from_numpy", "an array of NumPy becomes a tensor"),
     (r"`([\w.:]+)`'s output shape depends", "the size of a result depends on values ({})"),
     (r"builtin operator `(\w+)`", "{}() is called with what Dynamo cannot follow"),
     (r"builtin `(?:<unknown module>\.)?([\w.]*\w)\.?`", "{} is called, which Dynamo cannot look into"),

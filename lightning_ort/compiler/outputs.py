@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from lightning_ort.compiler.autograd_functions import calls_function
 from lightning_ort.compiler.executors.executable import Executable
 from lightning_ort.compiler.functional_graph import Untraceable
 from lightning_ort.compiler.symbolic_shapes import Sizes
@@ -39,6 +40,10 @@ class OutputLayout:
         sizes = Sizes(placeholders)
         self.views: dict[int, InputView | OutputView] = {**input_views(graph, sizes)}
         self.views |= output_views(self.values, self.views, sizes)
+        if any(v.differentiable and _by_function(results[i]) for i, v in self.views.items()):
+            raise Untraceable(
+                "it gives a view, made by a torch.autograd.Function, whose gradient is not that of a view"
+            )
         self.differentiable = [
             i
             for i, v in enumerate(self.values)
@@ -267,6 +272,25 @@ def _origin(node: fx.Node) -> fx.Node:
         if source is None:
             return node
         node = source
+
+
+def _by_function(node: fx.Node) -> bool:
+    """Whether what ``node`` has in memory has passed a ``torch.autograd.Function``, which has a gradient of its own."""
+    seen, todo = set(), [node]
+    while todo:
+        node = todo.pop()
+        if calls_function(node):
+            return True
+        seen.add(node)
+        todo += [n for n in node.all_input_nodes if n not in seen and _may_share_memory(n, node)]
+    return False
+
+
+def _may_share_memory(one: fx.Node, other: fx.Node) -> bool:
+    values = [n.meta.get("example_value") for n in (one, other)]
+    if not all(isinstance(v, torch.Tensor) for v in values):  # several results
+        return True
+    return same_storage(*values)
 
 
 def _is_at_fixed_place(node: fx.Node) -> bool:

@@ -19,7 +19,7 @@ from lightning_ort.compiler.allocation import allocator
 from lightning_ort.compiler.functional_graph import Untraceable
 from lightning_ort.compiler.lowering import GraphBuilder, NotLowered
 from lightning_ort.compiler.lowering.builder import dtype_of
-from lightning_ort.compiler.passes import optimize, save_memory
+from lightning_ort.compiler.passes import has_extreme_factor, optimize, save_memory
 from lightning_ort.compiler.placement import (
     SMALL,
     Placement,
@@ -273,7 +273,9 @@ class _Planner:
             builder.add_input(node)
         for node in self._module.graph.nodes:
             if node.op == "get_attr" and node in used:
-                builder.add_initializer(node, attrgetter(str(node.target))(self._module))
+                value = attrgetter(str(node.target))(self._module)
+                if isinstance(value, torch.Tensor):  # and no branch of torch.cond, which has no lowering
+                    builder.add_initializer(node, value)
         for node in segment.nodes:
             try:
                 builder.lower(node)
@@ -289,6 +291,7 @@ class _Planner:
                 double=any(t.dtype == torch.float64 for n in segment.nodes for t in _tensors(n)),
                 small=small,
                 repeats=repeats,
+                extreme=has_extreme_factor(model),
                 same_shapes=all(
                     isinstance(d, int) for n in [*inputs, *segment.outputs] for t in _tensors(n) for d in t.shape
                 ),

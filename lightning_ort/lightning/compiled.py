@@ -14,6 +14,7 @@ import torch._dynamo.config
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS, DynamoObserver, global_hooks, no_fast_path, with_own_code
 from lightning_ort.compiler.executors.executable import Account
+from lightning_ort.compiler.plain_values import left_to_python
 from lightning_ort.compiler.plan import Fallback
 from lightning_ort.lightning.growing_lists import GrowingLists
 from lightning_ort.lightning.interrupts import Interrupts
@@ -73,6 +74,7 @@ class CompiledMethods:
         self.remove()
         self._settings.enter_context(self._dynamo_settings)
         self._settings.enter_context(no_fast_path())
+        self._settings.enter_context(left_to_python())
         self._observer.install()
 
     def remove(self) -> None:

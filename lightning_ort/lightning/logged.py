@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch._dynamo.comptime import ComptimeContext, comptime
 from torchmetrics import Metric, MetricCollection
@@ -33,6 +34,13 @@ def _snapshot(value: Any) -> Any:
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
         return type(value)([_snapshot(v) for v in value])
     return value
+
+
+def _as_number(value: Any) -> Any:
+    """Numbers of NumPy that Dynamo has computed with are arrays since."""
+    if isinstance(value, dict):
+        return {k: _as_number(v) for k, v in value.items()}
+    return value[()] if isinstance(value, np.ndarray) and not value.ndim else value
 
 
 def _can_wait(value: Any) -> bool:
@@ -118,7 +126,7 @@ class LogRecorder:
         def call(*args: Any, **kwargs: Any) -> Any:
             self.flush()
             with self._not_collecting():
-                return method(*args, **kwargs)
+                return method(*map(_as_number, args), **kwargs)
 
         return call
 

@@ -28,6 +28,7 @@ _NEVER = ["DivMulFusion", "FuseReluClip"]
 # The first keeps the factor of a product as a float, also where the matrices are doubles; the second makes an operator
 # that ONNX Runtime 1.19 has no double kernel for.
 _NOT_FOR_DOUBLES = ["MatMulScaleFusion", "MatmulTransposeFusion"]
+_NOT_FOR_EXTREMES = ["MatMulScaleFusion"]
 # It would keep a value for its second use where the graph computes it again.
 _WOULD_KEEP = ["CommonSubexpressionElimination"]
 
@@ -136,6 +137,7 @@ class SessionFactory:
         double: bool = False,
         small: bool = False,
         repeats: bool = False,
+        extreme: bool = False,
         same_shapes: bool = False,
         places: Mapping[str, str] | None = None,
     ) -> OrtSession:
@@ -146,6 +148,7 @@ class SessionFactory:
             double: the graph computes in float64.
             small: the graph is too little work for a second thread.
             repeats: the graph computes values twice on purpose.
+            extreme: the graph multiplies by a constant by which tensors may overflow.
             same_shapes: the caller passes tensors of the same shapes at each run.
             places: descriptions of nodes for errors about values, see
                 :func:`~lightning_ort.runtime.value_errors.refusal`.
@@ -155,6 +158,7 @@ class SessionFactory:
             onnxruntime errors: the model is not accepted.
         """
         disabled = _NEVER + (_NOT_FOR_DOUBLES if double else []) + (_WOULD_KEEP if repeats else [])
+        disabled += _NOT_FOR_EXTREMES if extreme else []
         inner = self._optimized(model, disabled, small=small)
         got = inner.get_providers()
         lost = [provider for provider in self._chosen if provider.name not in got]

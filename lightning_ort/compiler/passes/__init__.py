@@ -10,7 +10,7 @@ from lightning_ort.compiler.passes.cleanup import RemoveUnusedInputsPass, Standa
 from lightning_ort.compiler.passes.recompute import RecomputePass
 from lightning_ort.compiler.passes.training_kernels import TrainingKernelsPass
 
-__all__ = ["optimize", "save_memory", "standardize", "with_training_kernels"]
+__all__ = ["has_extreme_factor", "optimize", "save_memory", "standardize", "with_training_kernels"]
 
 _PASSES = Sequential(
     RemoveUnusedNodesPass(),  # traces hold what only their own checks have read; fewer nodes are compared next
@@ -27,6 +27,22 @@ def optimize(model: ir.Model) -> ir.Model:
 def save_memory(model: ir.Model) -> bool:
     """Whether ``model`` now computes some values twice on purpose, which ONNX Runtime must not undo."""
     return RecomputePass()(model).modified
+
+
+def has_extreme_factor(model: ir.Model) -> bool:
+    """Whether ``model`` multiplies by a constant so large, or divides by one so small, that tensors may overflow by it.
+
+    ONNX Runtime moves factors behind the products of matrices, where a sum of infinities would be not a number.
+    """
+    for node in model.graph.all_nodes():
+        if node.op_type in ("Mul", "Div") and not node.domain:
+            factors = [v.const_value for v in node.inputs if v is not None and v.const_value is not None]
+            if any(f.size == 1 and not _SMALLEST < abs(float(f.numpy().item())) < _LARGEST for f in factors):
+                return True
+    return False
+
+
+_SMALLEST, _LARGEST = 1e-15, 1e15
 
 
 def with_training_kernels(model: ir.Model) -> ir.Model:
