@@ -13,9 +13,12 @@ from torch.autograd.function import once_differentiable
 
 __all__ = ["calls_function", "differentiable_twice"]
 
+_OPTIONS = {"non_differentiable_idx", "saved_for_backward_idx"}
+_RECORDED = "recorded"
+"""in ``meta`` of a backward graph: what comes of it here"""
 _SET_GRAD = torch._C._set_grad_enabled
 _ONCE = inspect.getsourcefile(once_differentiable) or ""
-"""its wrapper is on the way to what it calls, and nothing else of that file is"""
+"""the file of its wrapper, which is on the way to what it calls, and nothing else of that file is"""
 
 
 def differentiable_twice(region: fx.GraphModule) -> None:
@@ -28,6 +31,7 @@ def differentiable_twice(region: fx.GraphModule) -> None:
     for module in region.modules():
         if isinstance(module, fx.GraphModule):
             calls = module.graph.find_nodes(op="call_function", target=autograd_function_apply)
+            calls = [n for n in calls if n.kwargs.keys() >= _OPTIONS]  # an older torch may know others
             for node in calls:
                 node.target = _apply
             if calls:
@@ -57,8 +61,9 @@ def _apply(forward: fx.GraphModule, backward: fx.GraphModule, *args: Any, **opti
     checked = set(options["saved_for_backward_idx"])
     origins = _origins(forward)
     computed: Sequence[Any] = ()
-    run, twice = _recorded(backward)
-    restricted = (lambda method: method) if twice else once_differentiable
+    if _RECORDED not in backward.meta:
+        backward.meta[_RECORDED] = _recorded(backward)
+    run, twice = backward.meta[_RECORDED]
 
     class Applied(torch.autograd.Function):
         @staticmethod
@@ -82,12 +87,13 @@ def _apply(forward: fx.GraphModule, backward: fx.GraphModule, *args: Any, **opti
             ctx.others = [None if i in checked else x for i, x in enumerate(kept)]
 
         @staticmethod
-        @restricted
         def backward(ctx: Any, *incoming: Any) -> Any:
             saved = iter(ctx.saved_tensors)
             read = [next(saved) if i in checked else x for i, x in enumerate(ctx.others)]
             return run(*incoming, *read)
 
+    if not twice:
+        Applied.backward = staticmethod(once_differentiable(Applied.backward))  # type: ignore[method-assign,assignment]
     return Applied.apply(*args)
 
 

@@ -18,6 +18,7 @@ from lightning_ort.compiler.kept import in_torch
 from lightning_ort.compiler.loss_scale import LossScaling
 from lightning_ort.compiler.nested_results import cut_at_results, run_in_parts
 from lightning_ort.compiler.placement import source_line
+from lightning_ort.compiler.plain_values import as_declared
 from lightning_ort.compiler.plan import Fallback
 from lightning_ort.compiler.region import Region
 from lightning_ort.compiler.user_errors import Located
@@ -87,7 +88,7 @@ class ORTBackend:
                 verify=self.verify,
                 on_chosen=self._report,
             )
-            return Located(graph, leaving_grad_mode(graph, region), device)
+            return Located(graph, as_declared(graph, leaving_grad_mode(graph, region)), device)
         except Untraceable as reason:
             lines = [source_line(n) for n in graph.graph.nodes if n.op == "call_function"]
             fallback = Fallback("the whole region", str(reason), lines[-1] if lines else "")
@@ -95,7 +96,7 @@ class ORTBackend:
                 self._fallback([fallback])
             except UnsupportedError as error:
                 return _raising(error)
-            return Located(graph, timed_in_torch(in_torch(graph)), torch.device("cpu"))
+            return Located(graph, as_declared(graph, timed_in_torch(in_torch(graph))), torch.device("cpu"))
         except Exception as error:
             # Dynamo would wrap it in an exception of its own; raised at the call it keeps its type
             return _raising(error)

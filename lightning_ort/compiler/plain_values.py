@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import numpy as np
+from torch import fx
 
 # Private: Dynamo has no public way to leave a type to Python.
 from torch._dynamo.exc import unimplemented
@@ -24,7 +25,7 @@ from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import DequeVariable
 from torch._dynamo.variables.misc import NumpyVariable
 
-__all__ = ["SETTINGS", "left_to_python"]
+__all__ = ["SETTINGS", "as_declared", "left_to_python"]
 
 SETTINGS = {"trace_numpy": False}
 """Settings of ``torch._dynamo.config``: NumPy's functions get NumPy's arrays."""
@@ -62,6 +63,27 @@ def left_to_python() -> Iterator[None]:
                 wrappers[kind] = wrapper
         for owner, name, original in originals:
             setattr(owner, name, original)
+
+
+def as_declared(graph: fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run``, given numbers that Python's ``random`` has drawn in the type that Dynamo's ``graph`` was made for."""
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    drawn = [
+        (i, val.dtype)
+        for i, node in enumerate(placeholders)
+        if isinstance(getattr(node, "_dynamo_source", None), RandomValueSource)
+        and (val := node.meta["example_value"]).is_floating_point()
+    ]
+    if not drawn:
+        return run
+
+    def converted(*args: Any) -> Any:
+        given = list(args)
+        for i, dtype in drawn:
+            given[i] = given[i].to(dtype)
+        return run(*given)
+
+    return converted
 
 
 def _wrap_float(builder: VariableBuilder, value: np.float64) -> Any:

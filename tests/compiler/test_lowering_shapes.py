@@ -72,6 +72,12 @@ SHAPES = [
     Case("fill_diagonal", lambda x: assigned_diagonal(x), lambda b: (randn(b, 4, 4),)),
     Case("as_strided", lambda w: (w + 1).as_strided((3, 2), (2, 4), 1) * 2, lambda b: (randn(4, 4),), dynamic=False),
     Case("as_strided_plain", lambda w: w.as_strided((2, 8), (8, 1)) * 2, lambda b: (randn(4, 4),), dynamic=False),
+    Case(
+        "as_strided_in_order",
+        lambda x: x.tanh().as_strided((x.shape[0], 4, 1, 1), (4, 1, 4, 4)) * x.sum(0)[:, None, None],
+        one(4),
+    ),
+    Case("average_of_channels_last", lambda x: F.adaptive_avg_pool2d(x.permute(0, 3, 1, 2), 1).sin(), one(5, 6, 3)),
     Case("pixel_shuffle", lambda x: torch.pixel_shuffle(x, 2), one(8, 3, 3)),
     Case("pixel_unshuffle", lambda x: torch.pixel_unshuffle(x, 2), one(2, 4, 6)),
     Case("channel_shuffle", lambda x: torch.channel_shuffle(x, 2), one(8, 3, 3)),

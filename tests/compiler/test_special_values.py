@@ -224,6 +224,34 @@ def test_a_network_that_diverges_does_so_here(bad: float) -> None:
             assert torch.equal(got, expected), f"{name}, {bad} in the {place}"
 
 
+@pytest.mark.parametrize(
+    "scaled",
+    [
+        lambda loss: loss * math.inf,
+        lambda loss: loss * -math.inf,
+        lambda loss: loss / 0,
+        lambda loss: loss / torch.tensor(0.0),
+        lambda loss: loss * 1e38 * 1e5,
+    ],
+    ids=["inf", "-inf", "/ 0", "/ tensor", "overflow"],
+)
+def test_losses_times_a_constant_infinity(scaled) -> None:
+    """A sum of infinite gradients is not a number where they have both signs, and is not infinity times a sum."""
+    torch.manual_seed(0)
+    net, x, y = nn.Linear(4, 2), torch.randn(4, 4), torch.randn(4, 2)
+
+    def step(x: Tensor) -> Tensor:
+        return scaled(F.mse_loss(net(x), y))
+
+    found = []
+    for function in (step, torch.compile(step, backend="lightning_ort", options={"placement": "onnxruntime"})):
+        net.zero_grad()
+        function(x).backward()
+        found.append([p.grad for p in net.parameters()])
+    torch.testing.assert_close(found[1], found[0], equal_nan=True)
+    assert found[0][1].isnan().any()
+
+
 @pytest.mark.parametrize("factor", [math.nan, math.inf, 0.0, 0.5])
 def test_gradients_that_arrive_at_a_loss(factor: float) -> None:
     """Entries that do not lead to the loss stay zero, whatever arrives there; a loss that does not count is none."""

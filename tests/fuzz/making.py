@@ -7,10 +7,9 @@ import warnings
 from typing import Any
 
 import torch
-from torch import nn
 
 from .operations import BLOCKS, INPLACE, OPERATIONS, Operation
-from .steps import ARGUMENTS, Case, Program, arguments, fresh_state, run
+from .steps import ARGUMENTS, NAMES, Case, Program, arguments, fresh_state, run
 
 __all__ = ["make", "runs"]
 
@@ -65,7 +64,7 @@ class _Maker:
         self._worlds = []
         for batch in (6, 5):
             values = arguments(Case(batch), 0, torch.float64)
-            world: dict[str, Any] = {"torch": torch, "F": nn.functional, "self": fresh_state(torch.float64)}
+            world: dict[str, Any] = NAMES | {"self": fresh_state(torch.float64)}
             world |= dict(zip(ARGUMENTS, values, strict=True))
             self._worlds.append(world)
         self._names = ["x", "y", "x", "y"]

@@ -411,5 +411,11 @@ BLOCKS = [
     "{new} = torch.func.vmap(lambda t: t.tanh() + t.sum())({a})",
     "{new} = torch.func.jvp(lambda t: t.exp().clamp(max=9.0), ({a},), ({a}.detach(),))[1]",
     "{new} = torch.autograd.grad({a}.square().sum(), {a}, create_graph=True)[0]",
+    # functions with gradients of their own
+    "{new} = Cubed.apply({a}.tanh())",
+    "{new} = Reversed.apply({a})",
+    "torch._dynamo.graph_break()\n{new} = Reversed.apply({a})\ntorch._dynamo.graph_break()",
+    "with torch.no_grad():\n    {new} = Reversed.apply({a})",
+    "{new} = torch.autograd.grad(Cubed.apply({a}.tanh()).sum(), {a}, create_graph=True)[0]",
 ]
 """Statements over several lines: buffers that change, blocks without gradients, graph breaks, Python, transforms."""

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .operations import DIFFERENT
 
-__all__ = ["ARGUMENTS", "Case", "Program", "State", "arguments", "cases", "fresh_state", "run"]
+__all__ = ["ARGUMENTS", "NAMES", "Case", "Program", "State", "arguments", "cases", "fresh_state", "run"]
 
 ARGUMENTS = ("x", "y", "image", "labels", "step", "k")
 
@@ -42,6 +42,37 @@ class State(nn.Module):
         self.register_buffer("queue", torch.randn(4, 3))
         self.register_buffer("count", torch.zeros(()))
         self.to(dtype)
+
+
+class Reversed(torch.autograd.Function):
+    """A view, whose gradient is not that of a view."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * -0.5
+
+
+class Cubed(torch.autograd.Function):
+    """Reads its argument, and its result, when gradients are computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x**3
+        ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        x, y = ctx.saved_tensors
+        return grad * (3 * x**2 + 0.1 * y)
+
+
+NAMES = {"torch": torch, "F": nn.functional, "Reversed": Reversed, "Cubed": Cubed}
+"""what programs may name"""
 
 
 @dataclasses.dataclass
@@ -75,7 +106,7 @@ class Program:
         """The step, in a form whose lines Dynamo can show."""
         name = f"<program {self.seed}>"
         linecache.cache[name] = (len(self.source), None, self.source.splitlines(keepends=True), name)
-        namespace = {"torch": torch, "F": nn.functional}
+        namespace = dict(NAMES)
         exec(compile(self.source, name, "exec"), namespace)
         return namespace["step"]  # type: ignore[return-value]
 

@@ -44,6 +44,33 @@ class UNet(nn.Module):
         return self.out(torch.cat([h, F.interpolate(d, scale_factor=2.0, mode="bilinear")], 1))
 
 
+class ChannelsLast(nn.Module):
+    """Weights and images that lie otherwise in memory; normalized over channels, averaged over the image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 8, 3), nn.LayerNorm(8)
+        self.pool, self.head = nn.AdaptiveAvgPool2d(1), nn.Linear(8, 4)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.conv(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return self.head(self.pool(h.relu()).flatten(1))
+
+
+class InstanceNorm(nn.Module):
+    """Followed by what changes its result in place, and so by strides of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norm = nn.InstanceNorm2d(8, affine=True)
+        self.body = nn.Sequential(nn.Conv2d(1, 8, 3), norm, nn.ELU(inplace=True), nn.Conv2d(8, 8, 3))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).amax((2, 3)))
+
+
 class LSTM(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -60,6 +87,8 @@ def labels(n):
 NETWORKS = {
     "convnet": (ConvNet, lambda n: (torch.randn(n, 1, 11, 11), labels(n)), "CrossEntropyLoss", True),
     "transformer": (Transformer, lambda n: (torch.randint(0, 20, (n, 6)), labels(n)), "CrossEntropyLoss", True),
+    "channels last": (ChannelsLast, lambda n: (torch.randn(n, 1, 9, 9), labels(n)), "CrossEntropyLoss", True),
+    "instance norm": (InstanceNorm, lambda n: (torch.randn(n, 1, 9, 9), labels(n)), "CrossEntropyLoss", True),
     "unet": (UNet, lambda n: (torch.randn(n, 1, 8, 8), torch.randn(n, 1, 8, 8)), "MSELoss", False),
     "lstm": (LSTM, lambda n: (torch.randn(n, 6, 5), labels(n)), "CrossEntropyLoss", False),
 }

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from lightning_ort.compiler.lowering.builder import Dim, GraphBuilder, dtype_of, rank_of, shape_of
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
@@ -239,13 +240,38 @@ def _places(val: torch.Tensor, size: Sequence[Any], stride: Sequence[Any], offse
     return places
 
 
+def _is_all_in_order(x: torch.Tensor, size: Sequence[Any], stride: Sequence[Any], offset: Any) -> bool:
+    """Whether a strided view of the memory of ``x`` has its elements, all and in their order, in another shape.
+
+    Strides along sizes of 1 say nothing. (torch gives the average of each image other ones, to say that channels would
+    rather be last, and its gradient goes by way of a flat piece of memory.)
+    """
+    if not statically_known_true(x.storage_offset() == _values([offset or 0])[0]):
+        return False
+    return in_order(x.shape, x.stride()) and in_order(_values(size), _values(stride), x.numel())
+
+
+def in_order(sizes: Sequence[Any], strides: Sequence[Any], entries: Any = None) -> bool:
+    """Whether elements are known to lie row by row, without an assumption about open sizes; and to be so many."""
+    count: Any = 1
+    for n, s in zip(reversed(sizes), reversed(strides), strict=True):
+        if not statically_known_true(n == 1) and not statically_known_true(s == count):
+            return False
+        count = count * n
+    return entries is None or statically_known_true(count == entries)
+
+
+def _values(numbers: Sequence[Any]) -> list[Any]:
+    return [n.meta["val"] if isinstance(n, fx.Node) else n for n in numbers]
+
+
 @lowers(aten.as_strided.default)
 def as_strided(
     g: GraphBuilder, node: fx.Node, x: fx.Node, size: Sequence[Any], stride: Sequence[Any], storage_offset: Any = None
 ) -> ir.Value:
+    if _is_all_in_order(x.meta["val"], size, stride, storage_offset):
+        return reshaped(g, node, g.value(x), size)
     places = _places(x.meta["val"], size, stride, storage_offset or 0)
-    if np.array_equal(places.reshape(-1), np.arange(x.meta["val"].numel())):
-        return g.reshape(g.value(x), list(size))
     return g.op("Gather", g.op("Reshape", g.value(x), g.ints([-1])), g.constant(places, torch.int64), axis=0)
 
 
@@ -259,6 +285,8 @@ def as_strided_scatter(
     stride: Sequence[Any],
     storage_offset: Any = None,
 ) -> ir.Value:
+    if _is_all_in_order(x.meta["val"], size, stride, storage_offset):
+        return g.op("Reshape", g.value(src), g.op("Shape", g.value(x)))
     places = _places(x.meta["val"], size, stride, storage_offset or 0).reshape(-1)
     flat, updates = (g.op("Reshape", g.value(v), g.ints([-1])) for v in (x, src))
     result = g.op("ScatterElements", flat, g.constant(places, torch.int64), updates, axis=0)

@@ -12,6 +12,7 @@ from torch import fx
 
 from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, shape_of
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
+from lightning_ort.compiler.lowering.shapes import in_order
 
 aten = torch.ops.aten
 
@@ -25,6 +26,15 @@ def sym_size(g: GraphBuilder, node: fx.Node, x: fx.Node, dim: int) -> ir.Value:
 @lowers(aten.sym_numel.default)
 def sym_numel(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
     return g.op("Reshape", g.op("Size", g.value(x)), g.ints([1]))
+
+
+@lowers(aten.sym_stride.int)
+def sym_stride(g: GraphBuilder, node: fx.Node, x: fx.Node, dim: int) -> ir.Value:
+    val = x.meta["val"]
+    if not in_order(val.shape, val.stride()):
+        raise NotLowered("a stride of a tensor that is not contiguous")
+    sizes = g.op("Shape", g.value(x), start=dim % len(shape_of(x)) + 1)
+    return g.op("ReduceProd", sizes, keepdims=1)
 
 
 def _number(g: GraphBuilder, arg: Any, dtype: torch.dtype) -> ir.Value:

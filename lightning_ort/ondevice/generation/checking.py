@@ -55,7 +55,7 @@ def check_step(
         MismatchError: names what differs.
         ValueError: the loss is not finite.
     """
-    tensors = {n: t.clone() for n, t in state.tensors.items()}
+    tensors = {n: t.clone(memory_format=torch.contiguous_format) for n, t in state.tensors.items()}
     gradients = {n: torch.empty_like(tensors[n]) for n in graph.gradients}
     found = StepRunner(graph, tensors, gradients, SessionFactory())(
         [example[i.name].contiguous() for i in graph.inputs]

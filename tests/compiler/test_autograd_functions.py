@@ -1,0 +1,259 @@
+"""``torch.autograd.Function`` of users: gradients of their gradients, and views that they make."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from lightning_ort.compiler.backend import ORTBackend
+
+# Dynamo makes one of torch.autograd.Function
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+
+class Exp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0]
+
+
+class Cube(torch.autograd.Function):
+    """In the new style, and with what it reads as attributes."""
+
+    @staticmethod
+    def forward(x, factor):
+        return x**3 * factor
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.x, ctx.factor = inputs
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3 * ctx.x**2 * ctx.factor, None
+
+
+class Slope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, grad):
+        ctx.save_for_backward(x, grad)
+        return grad * x.cos()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, outer = ctx.saved_tensors
+        return -grad * outer * x.sin(), grad * x.cos()
+
+
+class Sine(torch.autograd.Function):
+    """Its gradient is a function with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Slope.apply(ctx.saved_tensors[0], grad)
+
+
+class OfWhatItComputed(torch.autograd.Function):
+    """What is neither input nor output is a constant to the second derivative, in eager too."""
+
+    @staticmethod
+    def forward(ctx, x):
+        half = x.exp()
+        ctx.save_for_backward(half)
+        return half * half
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad * ctx.saved_tensors[0] ** 2
+
+
+class Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**2
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return 2 * grad * ctx.saved_tensors[0]
+
+
+class WithGradients(torch.autograd.Function):
+    """Turns gradients on for a while."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            y = x.detach().requires_grad_()
+            z = y**3
+        (found,) = torch.autograd.grad(z, y, grad)
+        return found * x / x.detach()
+
+
+class Product(torch.autograd.Function):
+    """Two results, one without a gradient."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        y = x @ weight
+        best = y.argmax(1)
+        ctx.mark_non_differentiable(best)
+        return y, best
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        x, weight = ctx.saved_tensors
+        return grad @ weight.T, x.T @ grad
+
+
+FUNCTIONS = {
+    "exp": Exp.apply,
+    "twice": lambda x: Exp.apply(0.1 * Exp.apply(x)),
+    "attributes": lambda x: Cube.apply(x, 2.0),
+    "function": Sine.apply,
+    "computed": OfWhatItComputed.apply,
+    "once": Once.apply,
+    "with gradients": WithGradients.apply,
+    "two results": lambda x: Product.apply(x, torch.arange(9.0).view(3, 3) / 4)[0],
+}
+
+
+def both(step, **options):
+    """What ``step`` and the gradient of its sum are, in eager and compiled."""
+    found = []
+    for function in (step, torch.compile(step, backend="lightning_ort", options=options)):
+        x = torch.linspace(-1, 1.2, 12).view(4, 3).requires_grad_()
+        y = function(x)
+        y.sum().backward()
+        found.append((y.detach(), x.grad))
+    return found
+
+
+@pytest.mark.parametrize("placement", ["onnxruntime", "torch"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradients_of_gradients(name, placement):
+    def penalty(w):
+        x = w * 1.5
+        u = FUNCTIONS[name](x)
+        (g,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        return (g - 1).square().mean() + u.mean()
+
+    expected, got = both(penalty, placement=placement)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradients(name):
+    expected, got = both(lambda w: FUNCTIONS[name](w * 1.5).square().mean(), placement="onnxruntime")
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_gradients_behind_the_graph():
+    """What one graph gives is differentiated twice by Python."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
+
+    def energy(x):
+        return Exp.apply(net(x)).sum()
+
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    found = []
+    for function in (energy, torch.compile(energy, backend=ORTBackend())):
+        net.zero_grad()
+        leaf = x.clone().requires_grad_()
+        (force,) = torch.autograd.grad(function(leaf), leaf, create_graph=True)
+        force.square().sum().backward()
+        found.append([leaf.grad, *(p.grad.clone() for p in net.parameters())])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+class Reversed(torch.autograd.Function):
+    """A gradient reversal layer."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -ctx.factor * grad, None
+
+
+class Same(Reversed):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x
+
+
+class Turned(Reversed):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -ctx.factor * grad.t(), None
+
+
+def broken(x):
+    torch._dynamo.graph_break()
+    return x
+
+
+def beside(function, w):
+    y = broken(w * 3)
+    return broken(function(y, 0.5)).square().sum() + y.sum()
+
+
+PLACES = {
+    "result": lambda f, w: f(w, 0.5),
+    "of a computed one": lambda f, w: f(w * 2, 0.5),
+    "inside": lambda f, w: f(w, 0.5).square().mean(),
+    "between two breaks": lambda f, w: broken(f(broken(w * 2), 0.5)).square().mean(),
+    "beside what it is of": beside,
+    "two results": lambda f, w: (lambda y: torch.cat([v.flatten() for v in broken((y, f(y, 0.5)))]))(w * 2),
+    "seen through a view": lambda f, w: broken(f(w, 0.5).unsqueeze(0)[..., 1:]).square().sum(),
+    "under a checkpoint": lambda f, w: broken(
+        torch.utils.checkpoint.checkpoint(lambda v: f(v, 0.5), w, use_reentrant=False)
+    ).square(),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("function", [Reversed, Same, Turned])
+def test_views_with_a_gradient_of_their_own(function, place):
+    expected, got = both(lambda w: PLACES[place](function.apply, w), placement="onnxruntime")
+    torch.testing.assert_close(got, expected)
+
+
+def test_a_view_without_gradients_stays_a_view():
+    def step(x):
+        with torch.no_grad():
+            return Reversed.apply(x, 0.5)
+
+    x = torch.ones(3, requires_grad=True)
+    y = torch.compile(step, backend="lightning_ort")(x)
+    assert y.data_ptr() == x.data_ptr() and not y.requires_grad

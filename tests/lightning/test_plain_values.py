@@ -1,0 +1,207 @@
+"""NumPy, queues and Python's random numbers in a step: what eager computes, and what it leaves behind."""
+
+from __future__ import annotations
+
+import collections
+import random
+import time
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from parity import fit, step_report
+from torch import nn
+from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.lists import DequeVariable
+from torch._dynamo.variables.misc import NumpyVariable
+
+from lightning_ort import ORTStrategy
+from lightning_ort.compiler.plain_values import left_to_python
+from lightning_ort.lightning_packages import pl
+
+
+class Stepping(pl.LightningModule):
+    """Calls ``step(self, batch, index)``."""
+
+    def __init__(self, step) -> None:
+        super().__init__()
+        self.net, self.step, self.width = nn.Linear(3, 1), step, 4
+        self.queue = collections.deque([torch.ones(()), torch.zeros(())], maxlen=3)
+        self.numbers, self.seen = [], []
+
+    def training_step(self, batch, index):
+        return self.step(self, batch, index)
+
+    def on_train_batch_end(self, outputs, batch, index):
+        state = [float(v) for v in (*self.queue, *self.numbers)]
+        self.seen += [outputs["loss"].item(), *state, *(v.item() for v in self.trainer.callback_metrics.values())]
+        self.dtype_of_loss = outputs["loss"].dtype
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.05)
+
+
+def loss_of(module, x):
+    return module.net(x).square().mean()
+
+
+def sized_draws(self, x, i):
+    return loss_of(self, x + torch.from_numpy(np.random.randn(*x.shape)).float()) + np.random.normal(size=2).sum()
+
+
+def seeded_draws(self, x, i):
+    np.random.seed(i)
+    return loss_of(self, x) * np.random.rand() * np.random.uniform(1, 2, size=3).max()
+
+
+def mixed_up(self, x, i):
+    share = np.random.beta(0.4, 0.4)
+    order = np.random.permutation(len(x))
+    return loss_of(self, share * x + (1 - share) * x[order])
+
+
+def statistics(self, x, i):
+    self.log("median", float(np.median(x.numpy())))
+    self.log("share", np.percentile(x.numpy(), 30))
+    return loss_of(self, x)
+
+
+def scheduled(self, x, i):
+    factor = 2 / (1 + np.exp(-10 * float(i + 1) / 4)) - 1
+    self.log("factor", factor)
+    self.numbers.append(factor)
+    return {"loss": loss_of(self, x) * factor, "factor": factor}
+
+
+def computed_with(self, x, i):
+    mean = np.mean(x.numpy())
+    self.log_dict({"double": mean * 2, "largest": x.numpy().max() - 1.0})
+    return loss_of(self, x) + mean * self.net.weight.sum()
+
+
+def known_numbers(self, x, i):
+    scaled = self.net(x) / np.sqrt(self.width) - 0.5 * np.log(2 * np.pi)
+    return scaled.reshape(int(np.prod(scaled.shape))).square().mean() * (1 + np.cos(np.pi / 5))
+
+
+def uniform(self, x, i):
+    self.log("u", random.uniform(0, 1))
+    return loss_of(self, x) * random.uniform(0.8, 1.2)
+
+
+def flipped(self, x, i):
+    return loss_of(self, x.flip(1) if random.uniform(0, 1) < 0.5 else x)
+
+
+def drawn(self, x, i):
+    return loss_of(self, x) * random.randint(1, 5) + random.choice([1.0, 2.0]) + random.gauss(0, 1)
+
+
+def appended(self, x, i):
+    self.queue.append(x.mean())
+    return loss_of(self, x) + torch.stack(list(self.queue)).sum() * self.net.bias.sum()
+
+
+def appended_left(self, x, i):
+    y = x.sin()
+    self.queue.appendleft(x.mean())
+    return loss_of(self, y) * self.queue[-1] + len(self.queue) + self.queue[0]
+
+
+def extended(self, x, i):
+    self.queue += [x.mean(), x.std()]
+    self.queue.rotate(1)
+    return loss_of(self, x) + sum(self.queue) * self.net.bias.sum()
+
+
+def own_queue(self, x, i):
+    queue = collections.deque(maxlen=2)
+    for k in range(4):
+        queue.append(x * k)
+    return loss_of(self, sum(queue))
+
+
+STEPS = [
+    sized_draws, seeded_draws, mixed_up, statistics, scheduled, computed_with, known_numbers,
+    uniform, flipped, drawn, appended, appended_left, extended, own_queue,
+]  # fmt: skip
+
+
+def trained(step, strategy):
+    data = torch.randn(24, 3, generator=torch.Generator().manual_seed(0))
+    np.random.seed(7)
+    loader = torch.utils.data.DataLoader(data, batch_size=4)
+    run = fit(lambda: Stepping(step), lambda: loader, strategy=strategy, max_epochs=1)
+    return run, [np.random.rand(), random.random(), torch.rand(()).item()]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_steps(step):
+    eager, left = trained(step, "auto")
+    other, also_left = trained(step, ORTStrategy(placement="onnxruntime"))
+    assert also_left == left
+    assert other.module.seen == pytest.approx(eager.module.seen, rel=1e-4, abs=1e-5)
+    assert other.module.dtype_of_loss == eager.module.dtype_of_loss
+    torch.testing.assert_close(other.module.state_dict(), eager.module.state_dict(), rtol=1e-4, atol=1e-5)
+
+
+def test_numbers_that_are_known_break_no_graph():
+    run, _ = trained(known_numbers, ORTStrategy())
+    report = step_report(run.trainer, "training_step")
+    assert report.graphs == 1 and not report.graph_breaks
+
+
+def test_breaks_are_reported_in_plain_words():
+    run, _ = trained(statistics, ORTStrategy())
+    reasons = [entry.reason for entry in step_report(run.trainer, "training_step").graph_breaks]
+    assert "a tensor becomes an array of NumPy" in reasons
+    run, _ = trained(appended, ORTStrategy())
+    (entry,) = step_report(run.trainer, "training_step").graph_breaks
+    assert entry.reason == "append of a deque with maxlen is left to Python"
+
+
+def test_a_call_that_dynamo_cannot_look_into_is_no_warning():
+    def timed(self, x, i):
+        began = time.time()
+        loss = loss_of(self, x)
+        return loss + 0 * (time.time() - began)
+
+    before = list(warnings.filters)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run, _ = trained(timed, ORTStrategy())
+    assert not [w for w in caught if "Dynamo" in str(w.message)]
+    assert any("time.time" in entry.reason for entry in step_report(run.trainer, "training_step").graph_breaks)
+    assert list(warnings.filters) == before
+
+
+@pytest.mark.parametrize("x", [torch.ones(3), torch.ones(()), torch.ones(3, dtype=torch.float64)], ids=str)
+def test_without_the_strategy_numbers_drawn_have_their_types(x):
+    """Dynamo gives a float64 tensor to a graph that it has made for float32."""
+
+    def step(x):
+        return x.sin() * random.uniform(1, 2) + random.uniform(0, 1) * random.randint(1, 9)
+
+    found = []
+    for function in (step, torch.compile(step, backend="lightning_ort")):
+        random.seed(0)
+        found.append([function(x) for _ in range(3)])
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_dynamo_is_left_as_it_was():
+    places = [(NumpyVariable, "call_function"), (DequeVariable, "call_method")]
+    places.append((VariableBuilder, "wrap_unspecialized_primitive"))
+
+    def state():
+        return [getattr(*place) for place in places], dict(VariableBuilder._type_dispatch_impl(False))
+
+    before = state()
+    with left_to_python():
+        inside = state()
+        assert all(a is not b for a, b in zip(inside[0], before[0], strict=True)) and inside[1] != before[1]
+        with left_to_python():
+            pass
+        assert state() == inside
+    assert state() == before
