@@ -72,11 +72,11 @@ class ORTBackend:
         if not any(n.op.startswith("call") for n in graph.graph.nodes):
             return graph.forward
         try:
+            as_in_eager(graph)
+            differentiable_twice(graph)
             parts = cut_at_results(graph)
             if parts is not None:
                 return run_in_parts(parts, self)
-            as_in_eager(graph)
-            differentiable_twice(graph)
             _ = graph.code  # written now: a module that writes it when it is called prints it on errors
             device = _device(graph, example_inputs)
             region = Region(

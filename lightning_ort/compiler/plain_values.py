@@ -18,12 +18,14 @@ from torch import fx
 
 # Private: Dynamo has no public way to leave a type to Python.
 from torch._dynamo.exc import unimplemented
+from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import RandomValueSource
 from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import DequeVariable
-from torch._dynamo.variables.misc import NumpyVariable
+from torch._dynamo.variables.misc import NumpyVariable, RandomVariable
+from torch._dynamo.variables.user_defined import OrderedDictVariable, UserDefinedClassVariable
 
 __all__ = ["SETTINGS", "as_declared", "left_to_python"]
 
@@ -48,6 +50,9 @@ def left_to_python() -> Iterator[None]:
         (NumpyVariable, "call_function", _call_numpy),
         (VariableBuilder, "wrap_unspecialized_primitive", _wrap_drawn),
         (DequeVariable, "call_method", _call_queue),
+        (RandomVariable, "call_method", _call_random),
+        (OrderedDictVariable, "call_method", _call_ordered_dict),
+        (SideEffects, "store_attr", _store_attribute),
     ]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
     for (owner, name, original), (_, _, make) in zip(originals, patches, strict=True):
@@ -131,6 +136,39 @@ def _call_queue(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, tx, name, args, kwargs)
 
     return call_method
+
+
+def _call_random(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Break where an existing ``random.Random`` draws: each call of a graph would draw the same numbers."""
+
+    def call_method(self: Any, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if self.source is not None:
+            _break("a call of a random.Random", f"{name} of a random.Random is left to Python.")
+        return original(self, tx, name, args, kwargs)
+
+    return call_method
+
+
+def _call_ordered_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Break where the order of an existing dictionary changes, which would be lost."""
+
+    def call_method(self: Any, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if self.source is not None and name in ("move_to_end", "popitem"):
+            _break("a change of order", f"{name} of an OrderedDict is left to Python.")
+        return original(self, tx, name, args, kwargs)
+
+    return call_method
+
+
+def _store_attribute(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Break where an attribute of a class changes: read through an object, it would still be the one before."""
+
+    def store_attr(self: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(owner, UserDefinedClassVariable) and owner.source is not None:
+            _break("a change of a class", "an attribute of a class is left to Python.")
+        return original(self, owner, *args, **kwargs)
+
+    return store_attr
 
 
 def _wrap_drawn(original: Callable[..., Any]) -> Callable[..., Any]:

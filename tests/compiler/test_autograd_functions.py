@@ -163,6 +163,22 @@ def test_gradients_of_gradients(name, placement):
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_gradients_of_gradients_in_a_graph_that_stays_in_torch():
+    """A graph that may have to be cut, and cannot be."""
+    seen = torch.zeros(3)
+
+    def penalty(w):
+        x = w * 1.5
+        with torch.no_grad():
+            seen.copy_(x.detach().mean(0))
+        u = Exp.apply(x)
+        (g,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        return (g - 1).square().mean() + u.mean()
+
+    expected, got = both(penalty)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_gradients(name):
     expected, got = both(lambda w: FUNCTIONS[name](w * 1.5).square().mean(), placement="onnxruntime")

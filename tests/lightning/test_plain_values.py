@@ -12,9 +12,11 @@ import pytest
 import torch
 from parity import fit, step_report
 from torch import nn
+from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.lists import DequeVariable
-from torch._dynamo.variables.misc import NumpyVariable
+from torch._dynamo.variables.misc import NumpyVariable, RandomVariable
+from torch._dynamo.variables.user_defined import OrderedDictVariable
 
 from lightning_ort import ORTStrategy
 from lightning_ort.compiler.plain_values import left_to_python
@@ -24,11 +26,14 @@ from lightning_ort.lightning_packages import pl
 class Stepping(pl.LightningModule):
     """Calls ``step(self, batch, index)``."""
 
+    calls = 0
+
     def __init__(self, step) -> None:
         super().__init__()
         self.net, self.step, self.width = nn.Linear(3, 1), step, 4
         self.queue = collections.deque([torch.ones(()), torch.zeros(())], maxlen=3)
         self.numbers, self.seen = [], []
+        self.dice, self.recent = random.Random(3), collections.OrderedDict(a=1, b=2, c=3)
 
     def training_step(self, batch, index):
         return self.step(self, batch, index)
@@ -98,6 +103,24 @@ def drawn(self, x, i):
     return loss_of(self, x) * random.randint(1, 5) + random.choice([1.0, 2.0]) + random.gauss(0, 1)
 
 
+def own_dice(self, x, i):
+    order = list(range(len(x)))
+    self.dice.shuffle(order)
+    return loss_of(self, x[order][:2]) * self.dice.random() + self.dice.randint(1, 6) * self.net.bias.sum()
+
+
+def least_recently_used(self, x, i):
+    if len(self.recent) > 3:
+        self.recent.popitem(last=False)
+    self.recent[f"k{i}"] = i
+    return loss_of(self, x) * sum((k + 1) * value for k, value in enumerate(self.recent.values()))
+
+
+def of_the_class(self, x, i):
+    type(self).calls = i + 1
+    return loss_of(self, x) * self.calls
+
+
 def appended(self, x, i):
     self.queue.append(x.mean())
     return loss_of(self, x) + torch.stack(list(self.queue)).sum() * self.net.bias.sum()
@@ -124,7 +147,7 @@ def own_queue(self, x, i):
 
 STEPS = [
     sized_draws, seeded_draws, mixed_up, statistics, scheduled, computed_with, known_numbers,
-    uniform, flipped, drawn, appended, appended_left, extended, own_queue,
+    uniform, flipped, drawn, own_dice, least_recently_used, of_the_class, appended, appended_left, extended, own_queue,
 ]  # fmt: skip
 
 
@@ -191,8 +214,9 @@ def test_without_the_strategy_numbers_drawn_have_their_types(x):
 
 
 def test_dynamo_is_left_as_it_was():
-    places = [(NumpyVariable, "call_function"), (DequeVariable, "call_method")]
-    places.append((VariableBuilder, "wrap_unspecialized_primitive"))
+    places = [(kind, "call_method") for kind in (DequeVariable, OrderedDictVariable, RandomVariable)]
+    places += [(NumpyVariable, "call_function"), (SideEffects, "store_attr")]
+    places += [(VariableBuilder, "wrap_unspecialized_primitive")]
 
     def state():
         return [getattr(*place) for place in places], dict(VariableBuilder._type_dispatch_impl(False))
