@@ -1,4 +1,4 @@
-"""Users' ``torch.autograd.Function``, whose gradients may themselves be differentiated."""
+"""What users tell autograd: ``torch.autograd.Function``, whose gradients may be differentiated, and hooks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import fx
 from torch._functorch.autograd_function import autograd_function_apply
 from torch.autograd.function import once_differentiable
 
-__all__ = ["calls_function", "differentiable_twice"]
+__all__ = ["as_autograd_knows_it", "calls_function"]
 
 _OPTIONS = {"non_differentiable_idx", "saved_for_backward_idx"}
 _RECORDED = "recorded"
@@ -21,12 +21,14 @@ _ONCE = inspect.getsourcefile(once_differentiable) or ""
 """the file of its wrapper, which is on the way to what it calls, and nothing else of that file is"""
 
 
-def differentiable_twice(region: fx.GraphModule) -> None:
+def as_autograd_knows_it(region: fx.GraphModule) -> None:
     """Have each ``Function`` in Dynamo's graph, and in graphs that this one calls, keep what eager keeps.
 
     Dynamo has two graphs for a function, forward and backward, and an operator that calls them. It computes gradients
     without a record of how, and hands over what ``forward`` saves as plain values: a gradient of the gradient (a
     penalty of gradients, forces of an energy) would lack all that comes by way of the function, without an error.
+
+    And a hook of a tensor is left out where the graph is run without gradients, of which there is none to hook.
     """
     for module in region.modules():
         if isinstance(module, fx.GraphModule):
@@ -34,7 +36,10 @@ def differentiable_twice(region: fx.GraphModule) -> None:
             calls = [n for n in calls if n.kwargs.keys() >= _OPTIONS]  # an older torch may know others
             for node in calls:
                 node.target = _apply
-            if calls:
+            hooks = [n for n in module.graph.nodes if n.op == "call_function" and str(n.target) == "register_hook"]
+            for node in hooks:
+                node.args, node.target = (node.target, *node.args), _hooked
+            if calls or hooks:
                 module.recompile()
 
 
@@ -95,6 +100,10 @@ def _apply(forward: fx.GraphModule, backward: fx.GraphModule, *args: Any, **opti
     if not twice:
         Applied.backward = staticmethod(once_differentiable(Applied.backward))  # type: ignore[method-assign,assignment]
     return Applied.apply(*args)
+
+
+def _hooked(register: Callable[..., Any], x: torch.Tensor, hook: fx.GraphModule, *reads: Any) -> torch.Tensor:
+    return register(x, hook, *reads) if x.requires_grad else x
 
 
 def _origins(forward: fx.GraphModule) -> list[tuple[int, int] | None]:

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import fx
 
-from lightning_ort.compiler.autograd_functions import differentiable_twice
+from lightning_ort.compiler.autograd_functions import as_autograd_knows_it
 from lightning_ort.compiler.checkpointing import as_in_eager
 from lightning_ort.compiler.executors.executable import Account, timed_in_torch
 from lightning_ort.compiler.functional_graph import Untraceable
@@ -73,7 +73,7 @@ class ORTBackend:
             return graph.forward
         try:
             as_in_eager(graph)
-            differentiable_twice(graph)
+            as_autograd_knows_it(graph)
             parts = cut_at_results(graph)
             if parts is not None:
                 return run_in_parts(parts, self)

@@ -22,6 +22,7 @@ from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import RandomValueSource
 from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import DequeVariable
 from torch._dynamo.variables.misc import NumpyVariable, RandomVariable
@@ -51,7 +52,8 @@ def left_to_python() -> Iterator[None]:
         (VariableBuilder, "wrap_unspecialized_primitive", _wrap_drawn),
         (DequeVariable, "call_method", _call_queue),
         (RandomVariable, "call_method", _call_random),
-        (OrderedDictVariable, "call_method", _call_ordered_dict),
+        (OrderedDictVariable, "call_method", _call_dict),
+        (ConstDictVariable, "call_method", _call_dict),
         (SideEffects, "store_attr", _store_attribute),
     ]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
@@ -149,12 +151,12 @@ def _call_random(original: Callable[..., Any]) -> Callable[..., Any]:
     return call_method
 
 
-def _call_ordered_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+def _call_dict(original: Callable[..., Any]) -> Callable[..., Any]:
     """Break where the order of an existing dictionary changes, which would be lost."""
 
     def call_method(self: Any, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
         if self.source is not None and name in ("move_to_end", "popitem"):
-            _break("a change of order", f"{name} of an OrderedDict is left to Python.")
+            _break("a change of order", f"{name} of a dictionary is left to Python.")
         return original(self, tx, name, args, kwargs)
 
     return call_method

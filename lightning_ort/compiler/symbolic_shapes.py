@@ -36,7 +36,17 @@ _FUNCTIONS: dict[str, Any] = {
     "Max": max,
     "Min": min,
     "Where": lambda c, a, b: a if c else b,
+    "TruncToFloat": lambda a: float(math.trunc(a)),
+    "RoundDecimal": round,
+    "Identity": lambda a: a,
+    "LShift": operator.lshift,
+    "RShift": operator.rshift,
+    "BitwiseFn_bitwise_and": operator.and_,
+    "BitwiseFn_bitwise_or": operator.or_,
+    "BitwiseFn_bitwise_xor": operator.xor,
 }
+_OF_MATH = ("acos", "asin", "asinh", "atan", "cos", "cosh", "exp", "log", "log2", "sin", "sinh", "sqrt", "tan", "tanh")
+_FUNCTIONS |= {f"OpaqueUnaryFn_{name}": getattr(math, name) for name in _OF_MATH}
 
 
 def open_dims(tensor: torch.Tensor) -> set[int]:

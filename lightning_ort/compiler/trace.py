@@ -21,7 +21,7 @@ from lightning_ort.compiler.functional_graph import Untraceable, functional_grap
 from lightning_ort.compiler.global_state import Surroundings, without_autocast
 from lightning_ort.compiler.loss_scale import scale_fake, seed_of, unscaled
 from lightning_ort.compiler.random import DRAWS, layout_of
-from lightning_ort.compiler.symbolic_shapes import open_dims
+from lightning_ort.compiler.symbolic_shapes import hint, open_dims
 
 aten = torch.ops.aten
 
@@ -67,7 +67,11 @@ class Traced:
 
 
 def fake_inputs(region: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
-    """Fake tensors, with symbolic sizes where Dynamo chose them, for the inputs it passed to a backend."""
+    """Fake tensors, with symbolic sizes where Dynamo chose them, for the inputs it passed to a backend.
+
+    Raises:
+        Untraceable: an integer is beyond 64 bits.
+    """
     context = TracingContext.get()
     mode = context.fake_mode
     assert mode is not None
@@ -89,6 +93,8 @@ def fake_inputs(region: fx.GraphModule, example_inputs: Sequence[Any]) -> list[A
                 # a gradient, whose open sizes Dynamo has noted with the tensor it belongs to
                 with mode:
                     x = torch.empty_strided(known.shape, known.stride(), dtype=x.dtype, device=x.device)
+        elif isinstance(x, torch.SymInt) and abs(hint(x)) >= 2**63:
+            raise Untraceable("an integer needs more than 64 bits")
         fakes.append(x)
     return fakes
 

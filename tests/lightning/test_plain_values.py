@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 import random
 import time
 import warnings
@@ -33,6 +34,7 @@ class Stepping(pl.LightningModule):
         self.net, self.step, self.width = nn.Linear(3, 1), step, 4
         self.queue = collections.deque([torch.ones(()), torch.zeros(())], maxlen=3)
         self.numbers, self.seen = [], []
+        self.table = {"a": 1, "b": 2, "c": 3}
         self.dice, self.recent = random.Random(3), collections.OrderedDict(a=1, b=2, c=3)
 
     def training_step(self, batch, index):
@@ -103,6 +105,30 @@ def drawn(self, x, i):
     return loss_of(self, x) * random.randint(1, 5) + random.choice([1.0, 2.0]) + random.gauss(0, 1)
 
 
+def functions_of_a_counter(self, x, i):
+    self.width += 1
+    n = self.width
+    factor = 0.5 * (1 + math.cos(math.pi * n / 9)) + math.exp(-n / 3) + math.log2(n) + math.tanh(n) + math.sqrt(n)
+    return loss_of(self, x) * (factor + (n & 3) + (n << 1) + (n ^ 5) + round(n / 3, 1) + math.asin(n / 20))
+
+
+def beyond_64_bits(self, x, i):
+    self.large = getattr(self, "large", 10**30) + 1
+    return loss_of(self, x) * (self.large % 7)
+
+
+def taken_from_the_end(self, x, i):
+    last = self.table.popitem()
+    self.table = dict([last]) | self.table
+    return loss_of(self, x) * last[1]
+
+
+def hooked(self, x, i):
+    y = self.net(x)
+    y.register_hook(lambda grad: grad * 3)
+    return {"loss": y.square().mean(), "raw": y}
+
+
 def own_dice(self, x, i):
     order = list(range(len(x)))
     self.dice.shuffle(order)
@@ -147,7 +173,8 @@ def own_queue(self, x, i):
 
 STEPS = [
     sized_draws, seeded_draws, mixed_up, statistics, scheduled, computed_with, known_numbers,
-    uniform, flipped, drawn, own_dice, least_recently_used, of_the_class, appended, appended_left, extended, own_queue,
+    functions_of_a_counter, beyond_64_bits, taken_from_the_end, hooked, uniform, flipped, drawn, own_dice,
+    least_recently_used, of_the_class, appended, appended_left, extended, own_queue,
 ]  # fmt: skip
 
 
