@@ -186,7 +186,7 @@ def output_views(values: Sequence[Any], known: Collection[int], sizes: Sizes) ->
     views: dict[int, OutputView] = {}
     for i, x in tensors.items():
         for j, whole in tensors.items():
-            if x is whole or j in views or not same_storage(x, whole) or x.dtype != whole.dtype:
+            if x is whole or j in views or not same_storage(x, whole) or not _read_alike(x, whole):
                 continue
             of_two_the_first = j < i or not _fills_memory(x)
             if of_two_the_first and _fills_memory(whole) and (whole.requires_grad or not x.requires_grad):
@@ -194,6 +194,11 @@ def output_views(values: Sequence[Any], known: Collection[int], sizes: Sizes) ->
                 views[i] = OutputView(j, geometry, x.dim(), _follows(x, whole))
                 break
     return views
+
+
+def _read_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the same entries of memory are the same numbers."""
+    return (one.dtype, one.is_conj(), one.is_neg()) == (other.dtype, other.is_conj(), other.is_neg())
 
 
 def _follows(view: torch.Tensor, whole: torch.Tensor) -> bool:
@@ -248,6 +253,8 @@ def input_views(graph: fx.GraphModule, sizes: Sizes) -> dict[int, InputView]:
             for j, node in enumerate(placeholders)
             if same_storage(val, x := node.meta.get("example_value")) and val.dtype == x.dtype
         ]
+        if any(not _read_alike(val, placeholders[j].meta["example_value"]) for j in sources):
+            raise Untraceable("it gives the conjugate of an input, or its negative part, as a view")
         if sources:
             # two inputs may be views of one tensor: gradients go by way of the one this is made from
             origin = _origin(result) if len(sources) > 1 else placeholders[sources[0]]

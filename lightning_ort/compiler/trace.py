@@ -70,7 +70,7 @@ def fake_inputs(region: fx.GraphModule, example_inputs: Sequence[Any]) -> list[A
     """Fake tensors, with symbolic sizes where Dynamo chose them, for the inputs it passed to a backend.
 
     Raises:
-        Untraceable: an integer is beyond 64 bits.
+        Untraceable: an integer is beyond 64 bits, or a tensor is not what its memory holds.
     """
     context = TracingContext.get()
     mode = context.fake_mode
@@ -93,7 +93,9 @@ def fake_inputs(region: fx.GraphModule, example_inputs: Sequence[Any]) -> list[A
                 # a gradient, whose open sizes Dynamo has noted with the tensor it belongs to
                 with mode:
                     x = torch.empty_strided(known.shape, known.stride(), dtype=x.dtype, device=x.device)
-        elif isinstance(x, torch.SymInt) and abs(hint(x)) >= 2**63:
+        if isinstance(x, torch.Tensor) and (x.is_conj() or x.is_neg()):
+            raise Untraceable("an input is the conjugate of a tensor, or its negative part, as a view")
+        if isinstance(x, torch.SymInt) and abs(hint(x)) >= 2**63:
             raise Untraceable("an integer needs more than 64 bits")
         fakes.append(x)
     return fakes
@@ -251,6 +253,10 @@ def _signature(
     )
 
 
+_COMPUTED = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
+"""Views that only note what is to be done when a tensor is read, which no memory shows, to what does it."""
+
+
 def _forget_aliases(graph: fx.Graph, native: bool) -> None:
     """Replace copies and aliases by what they copy: in a functional graph they are the same value.
 
@@ -258,7 +264,10 @@ def _forget_aliases(graph: fx.Graph, native: bool) -> None:
     """
     copies = {aten.alias.default, aten.clone.default, aten.detach.default, aten.lift_fresh_copy.default}
     copies |= {aten.detach_.default, aten.lift_fresh.default}  # of constants that decompositions make
+    copies |= {aten.resolve_conj.default, aten.resolve_neg.default}
     for node in graph.nodes:
+        if node.target in _COMPUTED and isinstance(node.args[0], fx.Node):
+            node.target = _COMPUTED[node.target]
         if node.op == "call_function" and node.target in copies:
             # those of inputs are the trace's own
             means = native and node.target is aten.clone.default and node.args[0].op != "placeholder"
