@@ -40,10 +40,10 @@ class OutputLayout:
         sizes = Sizes(placeholders)
         self.views: dict[int, InputView | OutputView] = {**input_views(graph, sizes)}
         self.views |= output_views(self.values, self.views, sizes)
-        if any(v.differentiable and _by_function(results[i]) for i, v in self.views.items()):
-            raise Untraceable(
-                "it gives a view, made by a torch.autograd.Function, whose gradient is not that of a view"
-            )
+        for i, view in self.views.items():
+            source = (placeholders if isinstance(view, InputView) else results)[view.source]
+            if view.differentiable and _by_function(results[i], source):
+                raise Untraceable("it gives a view by a torch.autograd.Function, whose gradient is not that of a view")
         self.differentiable = [
             i
             for i, v in enumerate(self.values)
@@ -281,9 +281,9 @@ def _origin(node: fx.Node) -> fx.Node:
         node = source
 
 
-def _by_function(node: fx.Node) -> bool:
-    """Whether what ``node`` has in memory has passed a ``torch.autograd.Function``, which has a gradient of its own."""
-    seen, todo = set(), [node]
+def _by_function(node: fx.Node, source: fx.Node) -> bool:
+    """Whether the view ``node`` of ``source`` has passed a ``torch.autograd.Function``, with a gradient of its own."""
+    seen, todo = {source}, [node]
     while todo:
         node = todo.pop()
         if calls_function(node):

@@ -38,7 +38,7 @@ def _snapshot(value: Any) -> Any:
 
 def _as_number(value: Any) -> Any:
     """Numbers of NumPy that Dynamo has computed with are arrays since."""
-    if isinstance(value, dict):
+    if type(value) is dict:
         return {k: _as_number(v) for k, v in value.items()}
     return value[()] if isinstance(value, np.ndarray) and not value.ndim else value
 

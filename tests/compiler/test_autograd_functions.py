@@ -265,6 +265,19 @@ def test_views_with_a_gradient_of_their_own(function, place):
     torch.testing.assert_close(got, expected)
 
 
+def test_a_view_of_what_a_function_gives_is_a_view():
+    """The function is behind neither of two results, but before both."""
+    fallbacks = []
+    step = torch.compile(
+        lambda x: (lambda y: (y, y.view(-1)))(Exp.apply(x)), backend=ORTBackend(on_fallback=fallbacks.extend)
+    )
+    x = torch.ones(2, 3, requires_grad=True)
+    y, flat = step(x)
+    (y.sum() + flat.square().sum()).backward()
+    torch.testing.assert_close(x.grad, torch.full((2, 3), torch.e + 2 * torch.e**2))
+    assert flat.data_ptr() == y.data_ptr() and not fallbacks
+
+
 def test_a_view_without_gradients_stays_a_view():
     def step(x):
         with torch.no_grad():
