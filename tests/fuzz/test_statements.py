@@ -1,0 +1,23 @@
+"""All statements of the list, through Dynamo alone, with the settings and stand-ins of steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from . import statements
+from .statements import STATEMENTS, check
+
+pytestmark = [pytest.mark.stock_only, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_statements(part):
+    failures = [failure for statement in STATEMENTS[part::8] if (failure := check(statement)) is not None]
+    assert not failures, "\n\n".join(failures)
+
+
+def test_that_the_tester_sees_what_is_wrong(monkeypatch):
+    """Dynamo by itself keeps one entry too many in a full queue."""
+    monkeypatch.setattr(statements, "left_to_python", lambda: pytest.MonkeyPatch.context())
+    failure = check("self.maxq.append(i); return x * sum(self.maxq)")
+    assert failure is not None and "call 1" in failure
