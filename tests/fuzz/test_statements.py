@@ -1,4 +1,4 @@
-"""A third of the statements, through Dynamo alone, with the settings and stand-ins of steps; `make fuzz` has the rest."""
+"""A third of the statements, through Dynamo alone, with the settings of steps; `make fuzz` has the rest."""
 
 from __future__ import annotations
 
