@@ -64,11 +64,10 @@ def _apply(forward: fx.GraphModule, backward: fx.GraphModule, *args: Any, **opti
     """
     inert, dirty = options["non_differentiable_idx"], options.get("dirty_idx", ())
     checked = set(options["saved_for_backward_idx"])
-    origins = _origins(forward)
     computed: Sequence[Any] = ()
     if _RECORDED not in backward.meta:
-        backward.meta[_RECORDED] = _recorded(backward)
-    run, twice = backward.meta[_RECORDED]
+        backward.meta[_RECORDED] = (*_recorded(backward), _origins(forward))
+    run, twice, origins = backward.meta[_RECORDED]
 
     class Applied(torch.autograd.Function):
         @staticmethod

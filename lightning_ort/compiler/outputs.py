@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from lightning_ort.compiler.autograd_functions import calls_function
 from lightning_ort.compiler.executors.executable import Executable
 from lightning_ort.compiler.functional_graph import Untraceable
-from lightning_ort.compiler.symbolic_shapes import Sizes
+from lightning_ort.compiler.symbolic_shapes import Sizes, entries_in_order
 from lightning_ort.runtime.memory import storage_key
 
 __all__ = ["InputView", "OutputLayout", "input_views", "overlap", "same_storage"]
@@ -221,12 +221,8 @@ def _leads_nowhere(x: torch.Tensor) -> bool:
 
 def _fills_memory(x: torch.Tensor) -> bool:
     """Whether ``x`` is known to lie in all of its memory, row by row, whatever the open sizes are."""
-    count: Any = 1
-    for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
-        if not statically_known_true(stride == count) and not statically_known_true(size == 1):
-            return False
-        count = count * size
-    return statically_known_true(count * x.itemsize == x.untyped_storage().nbytes())
+    entries = entries_in_order(x.shape, x.stride())
+    return entries is not None and statically_known_true(entries * x.itemsize == x.untyped_storage().nbytes())
 
 
 def same_storage(a: Any, b: Any) -> bool:

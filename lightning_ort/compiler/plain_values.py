@@ -47,18 +47,11 @@ def left_to_python() -> Iterator[None]:
     """Have Dynamo leave to Python, meanwhile, the values that it has no faithful stand-in for."""
     wrappers = VariableBuilder._type_dispatch_impl(SETTINGS["trace_numpy"])  # by type of value
     before = {kind: wrappers.get(kind) for kind in _WRAPPERS}
-    patches = [
-        (NumpyVariable, "call_function", _call_numpy),
-        (VariableBuilder, "wrap_unspecialized_primitive", _wrap_drawn),
-        (DequeVariable, "call_method", _call_queue),
-        (RandomVariable, "call_method", _call_random),
-        (OrderedDictVariable, "call_method", _call_dict),
-        (ConstDictVariable, "call_method", _call_dict),
-        (SideEffects, "store_attr", _store_attribute),
-    ]
-    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
-    for (owner, name, original), (_, _, make) in zip(originals, patches, strict=True):
-        setattr(owner, name, make(original))
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in _FAITHLESS]
+    for (owner, name, original), (_, _, why) in zip(originals, _FAITHLESS, strict=True):
+        setattr(owner, name, _breaking(original, why))
+    originals.append((NumpyVariable, "call_function", NumpyVariable.call_function))
+    NumpyVariable.call_function = _call_numpy  # type: ignore[method-assign]
     wrappers.update(_WRAPPERS)
     try:
         yield
@@ -109,76 +102,67 @@ def _wrap_queue(builder: VariableBuilder, value: collections.deque[Any]) -> Any:
 _WRAPPERS: dict[Any, Callable[..., Any]] = {np.float64: _wrap_float, collections.deque: _wrap_queue}
 
 
-def _break(what: str, why: str) -> NoReturn:
-    unimplemented(gb_type=what, context="", explanation=why, hints=[])
+def _breaking(original: Callable[..., Any], why: Callable[..., str | None]) -> Callable[..., Any]:
+    """``original``, but for a graph break where ``why`` has a reason for one."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        reason = why(self, *args)
+        if reason is not None:
+            _break(reason)
+        return original(self, *args, **kwargs)
+
+    return method
 
 
-def _call_numpy(original: Callable[..., Any]) -> Callable[..., Any]:
+def _break(reason: str) -> NoReturn:
+    unimplemented(gb_type="left to Python", context="", explanation=f"{reason} is left to Python.", hints=[])
+
+
+def _call_numpy(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Fold what is computed of constants alone, such as ``np.sqrt(width)`` and ``np.log(2 * np.pi)``."""
-
-    def call_function(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        if (isinstance(self.value, np.ufunc) or self.value in _OF_NUMBERS) and not kwargs:
-            known = [a.realize() if isinstance(a, LazyVariableTracker) else a for a in args]
-            if all(a.is_python_constant() for a in known):
-                result = self.value(*(a.as_python_constant() for a in known))
-                if isinstance(result, (np.float64, np.int64, np.bool_)):
-                    return ConstantVariable.create(result.item())
-        _break("a function of NumPy", f"np.{self.value.__name__} is left to NumPy.")
-
-    return call_function
+    if (isinstance(self.value, np.ufunc) or self.value in _OF_NUMBERS) and not kwargs:
+        known = [a.realize() if isinstance(a, LazyVariableTracker) else a for a in args]
+        if all(a.is_python_constant() for a in known):
+            result = self.value(*(a.as_python_constant() for a in known))
+            if isinstance(result, (np.float64, np.int64, np.bool_)):
+                return ConstantVariable.create(result.item())
+    _break(f"np.{self.value.__name__}")
 
 
-def _call_queue(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Break where an existing queue with a largest length changes."""
-
-    def call_method(self: Any, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        exists = self.source is not None and self.maxlen.as_python_constant() is not None
-        if exists and name not in _READERS:
-            _break("a change of a deque with maxlen", f"{name} of a deque with maxlen is left to Python.")
-        return original(self, tx, name, args, kwargs)
-
-    return call_method
+def _queue_changes(queue: Any, tx: Any, name: str, *_: Any) -> str | None:
+    limited = queue.source is not None and queue.maxlen.as_python_constant() is not None
+    return f"{name} of a deque with maxlen" if limited and name not in _READERS else None
 
 
-def _call_random(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Break where an existing ``random.Random`` draws: each call of a graph would draw the same numbers."""
-
-    def call_method(self: Any, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        if self.source is not None:
-            _break("a call of a random.Random", f"{name} of a random.Random is left to Python.")
-        return original(self, tx, name, args, kwargs)
-
-    return call_method
+def _draws(dice: Any, tx: Any, name: str, *_: Any) -> str | None:
+    """Each call of a graph would draw the same numbers."""
+    return f"{name} of a random.Random" if dice.source is not None else None
 
 
-def _call_dict(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Break where the order of an existing dictionary changes, which would be lost."""
-
-    def call_method(self: Any, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        if self.source is not None and name in ("move_to_end", "popitem"):
-            _break("a change of order", f"{name} of a dictionary is left to Python.")
-        return original(self, tx, name, args, kwargs)
-
-    return call_method
+def _order_changes(dictionary: Any, tx: Any, name: str, *_: Any) -> str | None:
+    """The order would be lost."""
+    changes = dictionary.source is not None and name in ("move_to_end", "popitem")
+    return f"{name} of a dictionary" if changes else None
 
 
-def _store_attribute(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Break where an attribute of a class changes: read through an object, it would still be the one before."""
-
-    def store_attr(self: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(owner, UserDefinedClassVariable) and owner.source is not None:
-            _break("a change of a class", "an attribute of a class is left to Python.")
-        return original(self, owner, *args, **kwargs)
-
-    return store_attr
+def _class_changes(effects: Any, owner: Any, *_: Any) -> str | None:
+    """Read through an object, the attribute would still be the one before."""
+    changes = isinstance(owner, UserDefinedClassVariable) and owner.source is not None
+    return "an attribute of a class" if changes else None
 
 
-def _wrap_drawn(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Break where a number with a fraction is drawn: it is a float64 tensor in a graph made for float32."""
+def _is_drawn(builder: Any, value: Any) -> str | None:
+    """It would be a float64 tensor in a graph made for float32."""
+    drawn = isinstance(value, float) and isinstance(builder.get_source(), RandomValueSource)
+    return "a random number with a fraction" if drawn else None
 
-    def wrap_unspecialized_primitive(self: Any, value: Any) -> Any:
-        if isinstance(value, float) and isinstance(self.get_source(), RandomValueSource):
-            _break("a random number", "a random number with a fraction is left to Python.")
-        return original(self, value)
 
-    return wrap_unspecialized_primitive
+_FAITHLESS: list[tuple[type, str, Callable[..., str | None]]] = [
+    (VariableBuilder, "wrap_unspecialized_primitive", _is_drawn),
+    (DequeVariable, "call_method", _queue_changes),
+    (RandomVariable, "call_method", _draws),
+    (OrderedDictVariable, "call_method", _order_changes),
+    (ConstDictVariable, "call_method", _order_changes),
+    (SideEffects, "store_attr", _class_changes),
+]
+"""Methods of Dynamo, and what says whether a call of one is to be a graph break, by the call's arguments."""

@@ -10,8 +10,9 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-__all__ = ["Sizes", "UnknownSize", "hint", "is_number", "open_dims"]
+__all__ = ["Sizes", "UnknownSize", "entries_in_order", "hint", "is_number", "open_dims"]
 
 Number = Any  # int, float or their symbolic counterparts
 
@@ -53,6 +54,19 @@ def open_dims(tensor: torch.Tensor) -> set[int]:
     """The dimensions of a fake tensor whose size is open, and not settled by what was assumed since."""
     sizes = enumerate(tensor.shape)
     return {dim for dim, size in sizes if isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None}
+
+
+def entries_in_order(sizes: Sequence[Number], strides: Sequence[Number]) -> Number | None:
+    """How many there are, if they are known to lie row by row, whatever the open sizes are; else ``None``.
+
+    Strides along sizes of 1 say nothing.
+    """
+    count: Any = 1
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if not statically_known_true(stride == count) and not statically_known_true(size == 1):
+            return None
+        count = count * size
+    return count
 
 
 class UnknownSize(Exception):

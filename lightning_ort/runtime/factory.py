@@ -28,6 +28,7 @@ _NEVER = ["DivMulFusion", "FuseReluClip"]
 # The first keeps the factor of a product as a float, also where the matrices are doubles; the second makes an operator
 # that ONNX Runtime 1.19 has no double kernel for.
 _NOT_FOR_DOUBLES = ["MatMulScaleFusion", "MatmulTransposeFusion"]
+# It moves a factor behind a sum, which then no longer overflows as its terms would have.
 _NOT_FOR_EXTREMES = ["MatMulScaleFusion"]
 # It would keep a value for its second use where the graph computes it again.
 _WOULD_KEEP = ["CommonSubexpressionElimination"]

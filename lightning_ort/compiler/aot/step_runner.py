@@ -11,7 +11,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from lightning_ort.compiler.aot.step_graph import StepGraph
-from lightning_ort.compiler.passes import with_training_kernels
+from lightning_ort.compiler.passes import has_extreme_factor, with_training_kernels
 from lightning_ort.runtime.factory import SessionFactory
 from lightning_ort.runtime.providers.cpu import has_training_kernels
 from lightning_ort.runtime.tensors import NUMPY, TORCH
@@ -57,7 +57,7 @@ class StepRunner:
             sessions = sessions.with_options(enable_mem_pattern=True)
         model = with_training_kernels(graph.model) if has_training_kernels() else graph.model
         serialized = ir.to_proto(model).SerializeToString()
-        self._session = sessions.session(serialized, double=double, small=small)
+        self._session = sessions.session(serialized, double=double, small=small, extreme=has_extreme_factor(model))
         self.session = self._session.inner
         self._infos = {i.name: i for i in graph.inputs}
         self._order = self._session.input_names

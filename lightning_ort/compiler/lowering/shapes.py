@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from lightning_ort.compiler.lowering.builder import Dim, GraphBuilder, dtype_of, rank_of, shape_of
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
 from lightning_ort.compiler.lowering.sums import summed
+from lightning_ort.compiler.symbolic_shapes import entries_in_order
 from lightning_ort.runtime.tensors import NUMPY
 
 aten = torch.ops.aten
@@ -243,22 +244,15 @@ def _places(val: torch.Tensor, size: Sequence[Any], stride: Sequence[Any], offse
 def _is_all_in_order(x: torch.Tensor, size: Sequence[Any], stride: Sequence[Any], offset: Any) -> bool:
     """Whether a strided view of the memory of ``x`` has its elements, all and in their order, in another shape.
 
-    Strides along sizes of 1 say nothing. (torch gives the average of each image other ones, to say that channels would
-    rather be last, and its gradient goes by way of a flat piece of memory.)
+    torch gives the average of each image other strides along its sizes of 1, to say that channels would rather be last,
+    and its gradient goes by way of a flat piece of memory.
     """
     if not statically_known_true(x.storage_offset() == _values([offset or 0])[0]):
         return False
-    return in_order(x.shape, x.stride()) and in_order(_values(size), _values(stride), x.numel())
-
-
-def in_order(sizes: Sequence[Any], strides: Sequence[Any], entries: Any = None) -> bool:
-    """Whether elements are known to lie row by row, without an assumption about open sizes; and to be so many."""
-    count: Any = 1
-    for n, s in zip(reversed(sizes), reversed(strides), strict=True):
-        if not statically_known_true(n == 1) and not statically_known_true(s == count):
-            return False
-        count = count * n
-    return entries is None or statically_known_true(count == entries)
+    entries = entries_in_order(_values(size), _values(stride))
+    if entries is None or entries_in_order(x.shape, x.stride()) is None:
+        return False
+    return statically_known_true(entries == x.numel())
 
 
 def _values(numbers: Sequence[Any]) -> list[Any]:

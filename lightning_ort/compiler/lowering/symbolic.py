@@ -12,7 +12,7 @@ from torch import fx
 
 from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, shape_of
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
-from lightning_ort.compiler.lowering.shapes import in_order
+from lightning_ort.compiler.symbolic_shapes import entries_in_order
 
 aten = torch.ops.aten
 
@@ -31,7 +31,7 @@ def sym_numel(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
 @lowers(aten.sym_stride.int)
 def sym_stride(g: GraphBuilder, node: fx.Node, x: fx.Node, dim: int) -> ir.Value:
     val = x.meta["val"]
-    if not in_order(val.shape, val.stride()):
+    if entries_in_order(val.shape, val.stride()) is None:
         raise NotLowered("a stride of a tensor that is not contiguous")
     sizes = g.op("Shape", g.value(x), start=dim % len(shape_of(x)) + 1)
     return g.op("ReduceProd", sizes, keepdims=1)
