@@ -324,6 +324,8 @@ def largest(tensor: torch.Tensor) -> float:
         return 0.0
     if tensor.dtype == torch.bool:
         return float(tensor.any())
+    if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):  # which torch does not order
+        tensor = tensor.double()
     low, high = tensor.aminmax()
     largest = max(-float(low), float(high))
     if not math.isfinite(largest):

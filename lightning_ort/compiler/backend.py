@@ -21,6 +21,7 @@ from lightning_ort.compiler.placement import source_line
 from lightning_ort.compiler.plain_values import as_declared
 from lightning_ort.compiler.plan import Fallback
 from lightning_ort.compiler.region import Region
+from lightning_ort.compiler.symbolic_shapes import UnknownSize
 from lightning_ort.compiler.user_errors import Located
 from lightning_ort.environment import require_onnxruntime
 from lightning_ort.errors import UnsupportedError
@@ -89,7 +90,7 @@ class ORTBackend:
                 on_chosen=self._report,
             )
             return Located(graph, as_declared(graph, leaving_grad_mode(graph, region)), device)
-        except Untraceable as reason:
+        except (Untraceable, UnknownSize) as reason:
             lines = [source_line(n) for n in graph.graph.nodes if n.op == "call_function"]
             fallback = Fallback("the whole region", str(reason), lines[-1] if lines else "")
             try:

@@ -81,8 +81,12 @@ def _encoder_forward(
 ) -> torch.Tensor:
     """With the zeros of the fast path, which leaves padding out and fills it in at the end.
 
-    torch takes that path in evaluation, if all sequences are padded at their ends (``mask_check``).
+    torch takes that path in evaluation, if all sequences are padded at their ends (``mask_check``). Without a word on
+    whether ``mask`` is causal, torch compares its values with those of one that is, to choose a faster kernel: no graph
+    can hold that, and the result is the same.
     """
+    if mask is not None and is_causal is None:
+        is_causal = False
     output = _slow_forward(self, src, mask, src_key_padding_mask, is_causal)
     if src_key_padding_mask is None or not _leaves_padding_out(self, src, mask):
         return output

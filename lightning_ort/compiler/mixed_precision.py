@@ -77,9 +77,10 @@ class Widening:
         self._wide: dict[fx.Node, fx.Node] = {}
         self._replaced: dict[fx.Node, fx.Node] = {}
         self._last_input = [n for n in self._graph.nodes if n.op == "placeholder"][-1:]
-        for node in list(self._graph.nodes):
-            if node.op == "call_function" and _has_half([node, *node.all_input_nodes]):
-                self._rewrite(node)
+        # all of them before any is rewritten: what is rewritten gives float32 by then, and its readers would be left out
+        nodes = [n for n in self._graph.nodes if n.op == "call_function" and _has_half([n, *n.all_input_nodes])]
+        for node in nodes:
+            self._rewrite(node)
         if not self._half:
             return
         traced.outputs = [self.result(o) for o in traced.outputs]

@@ -226,9 +226,14 @@ def _forward(joint: Traced, saved: list[fx.Node]) -> tuple[Traced, dict[fx.Node,
     updates = {i: mapping[n] for i, n in joint.updates.items()}
     graph.output((outputs, [mapping[n] for n in saved], list(updates.values())))
     graph.eliminate_dead_code()
-    tangents = {mapping[t] for t in joint.tangents.values()}
-    for placeholder in tangents:
-        graph.erase_node(placeholder)
+    # assertions about gradients are not dead, and nothing of this graph
+    arrived = {mapping[t] for t in joint.tangents.values()}
+    for node in graph.nodes:
+        if not arrived.isdisjoint(node.all_input_nodes):
+            arrived.add(node)
+    for node in reversed(graph.nodes):
+        if node in arrived:
+            graph.erase_node(node)
     traced = Traced(
         module=fx.GraphModule(joint.module, graph),
         inputs=[mapping[n] for n in joint.inputs],

@@ -9,6 +9,7 @@ from typing import Any
 
 import sympy
 import torch
+from sympy.printing.pycode import PythonCodePrinter
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -16,7 +17,7 @@ __all__ = ["Sizes", "UnknownSize", "entries_in_order", "hint", "is_number", "ope
 
 Number = Any  # int, float or their symbolic counterparts
 
-# names of torch's own sympy functions, which sympy prints as plain calls
+# torch's own sympy functions, by their names
 _FUNCTIONS: dict[str, Any] = {
     "FloorDiv": operator.floordiv,
     "CleanDiv": operator.floordiv,
@@ -112,12 +113,32 @@ class Sizes:
         if unknown:
             raise UnknownSize(f"a size depends on data ({', '.join(map(str, unknown))})")
         sources = [self._sources[s] for s in symbols]
-        function = sympy.lambdify(symbols, expressions, modules=[_FUNCTIONS, "math"])
+        function = _function(symbols, expressions)
 
         def evaluate(inputs: Sequence[Any]) -> tuple[Any, ...]:
             return tuple(function(*[inputs[i] if d is None else inputs[i].shape[d] for i, d in sources]))
 
         return evaluate
+
+
+class _Printer(PythonCodePrinter):  # type: ignore[misc]
+    """Writes torch's functions as the calls that they are.
+
+    Sympy goes by the name of a class: it takes torch's ``Mod`` for its own and writes ``Mod(a + 4, 12)`` as
+    ``a + 4 % 12``, which is another number.
+    """
+
+    def _print(self, expr: Any, **kwargs: Any) -> str:
+        if isinstance(expr, sympy.Basic) and type(expr).__name__ in _FUNCTIONS:
+            return f"{type(expr).__name__}({', '.join(self._print(a) for a in expr.args)})"
+        return str(super()._print(expr, **kwargs))
+
+
+def _function(symbols: Sequence[sympy.Symbol], expressions: Sequence[Any]) -> Callable[..., list[Any]]:
+    """A Python function of the values of ``symbols`` that gives those of ``expressions``."""
+    settings = {"fully_qualified_modules": False, "inline": True, "allow_unknown_functions": True}
+    settings["user_functions"] = {name: name for name in _FUNCTIONS}
+    return sympy.lambdify(symbols, expressions, modules=[_FUNCTIONS, "math"], printer=_Printer(settings))
 
 
 def _expression(number: Number) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.fx.traceback
+import torch.utils._pytree as pytree
 from torch import fx
 
 # What Dynamo knows of its inputs has no public form; nothing else makes fakes of them.
@@ -221,6 +222,9 @@ def _signature(
     module: fx.GraphModule, fakes: Sequence[Any], wanted: Sequence[int], differentiated: Sequence[int], native: bool
 ) -> Traced:
     graph = module.graph
+    vals = pytree.tree_leaves([n.meta.get("val") for n in graph.nodes])
+    if any(isinstance(x, torch.Tensor) and x.dtype == torch.complex32 for x in vals):
+        raise Untraceable("it has complex numbers of 16-bit parts, which torch computes otherwise when it traces them")
     _forget_aliases(graph, native)
     draws = _draws_as_inputs(graph)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]

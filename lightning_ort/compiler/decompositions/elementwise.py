@@ -29,6 +29,14 @@ def angle(x: Tensor) -> Tensor:
     return torch.where(x < 0, math.pi, torch.where(x != x, x, 0.0))
 
 
+@decomposes(aten.div.Tensor_mode)
+def div_mode(x: Tensor, y: Tensor, rounding_mode: str | None = None) -> Tensor:
+    """In 16 bits torch rounds the quotient before it is truncated."""
+    if rounding_mode != "trunc" or x.dtype != y.dtype or x.dtype not in (torch.float16, torch.bfloat16):
+        return NotImplemented
+    return torch.trunc(x / y)
+
+
 def _step(x: Tensor) -> Tensor:
     """1 where x > 0, else 0."""
     return (x > 0).to(x.dtype)

@@ -35,7 +35,7 @@ def native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Ten
 
 @decomposes(aten.native_dropout_backward.default)
 def native_dropout_backward(grad: Tensor, mask: Tensor, scale: float) -> Tensor:
-    return grad * (mask * scale if mask.dtype == torch.bool else mask)
+    return grad * (mask.to(grad.dtype) * scale if mask.dtype == torch.bool else mask)
 
 
 @decomposes(aten.rrelu_with_noise_backward.default)

@@ -229,27 +229,46 @@ def exponential(g: GraphBuilder, value: ir.Value, dtype: torch.dtype) -> ir.Valu
 def pow_scalar(g: GraphBuilder, node: fx.Node, a: fx.Node, exponent: Any) -> ir.Value:
     dtype = computing_dtype(dtype_of(node))
     x = g.operand(a, dtype)
-    if exponent == 2:
+    if not dtype.is_floating_point:
+        result = _whole_power(g, x, exponent, dtype)
+    elif exponent == 2:
         result = g.op("Mul", x, x)
     elif exponent == 1:
         result = x
     elif exponent in (3, 4):
         square = g.op("Mul", x, x)
         result = g.op("Mul", square, x if exponent == 3 else square)
-    elif dtype.is_floating_point and exponent == 0.5:
+    elif exponent == 0.5:
         result = square_root(g, x, dtype)
-    elif dtype.is_floating_point and exponent == -1:
+    elif exponent == -1:
         result = g.op("Reciprocal", x)
-    elif dtype.is_floating_point and exponent == -0.5:
+    elif exponent == -0.5:
         result = g.op("Reciprocal", square_root(g, x, dtype))
     else:
         result = g.op("Pow", x, g.operand(exponent, dtype))
     return g.cast(result, dtype, dtype_of(node))
 
 
+def _whole_power(g: GraphBuilder, x: ir.Value, exponent: Any, dtype: torch.dtype) -> ir.Value:
+    """A power of integers by products, which wrap as torch's do; ONNX Runtime's own goes through float64."""
+    if not isinstance(exponent, int) or exponent < 0:
+        raise NotLowered("a power of integers by a number that is not known, or negative")
+    if exponent == 0:
+        return g.op("Add", g.op("Mul", x, g.constant(0, dtype)), g.constant(1, dtype))
+    bits = bin(exponent)[3:]
+    result = x
+    for bit in bits:
+        result = g.op("Mul", result, result)
+        if bit == "1":
+            result = g.op("Mul", result, x)
+    return result
+
+
 @lowers(aten.pow.Tensor_Tensor, aten.pow.Scalar)
 def pow_tensor(g: GraphBuilder, node: fx.Node, a: Any, b: Any) -> ir.Value:
     dtype = computing_dtype(dtype_of(node))
+    if not dtype.is_floating_point:
+        raise NotLowered("a power of integers by a tensor: ONNX Runtime computes it in floating point")
     x, y = operands(g, node, dtype, a, b)
     return g.cast(g.op("Pow", x, y), dtype, dtype_of(node))
 

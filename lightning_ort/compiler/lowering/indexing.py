@@ -82,6 +82,8 @@ def scattered(
     g: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, updates: ir.Value, reduction: str = "none"
 ) -> ir.Value:
     """``x`` with ``updates``, of the shape of ``index``, written along ``dim``."""
+    if is_empty(index):  # of any rank
+        return g.value(x)
     rank = rank_of(x)
     data = _as_vector(g, g.value(x), rank)
     places = _as_vector(g, positions(g, index, _size(x, dim)), rank_of(index))
@@ -93,7 +95,7 @@ def scattered(
 def _source(g: GraphBuilder, src: fx.Node, index: fx.Node, dtype: torch.dtype) -> ir.Value:
     """The leading part of ``src`` that has the shape of ``index``: torch ignores the rest."""
     value = g.operand(src, dtype)
-    if same_shape(shape_of(src), shape_of(index)) or rank_of(index) == 0:
+    if same_shape(shape_of(src), shape_of(index)) or rank_of(index) == 0 or is_empty(index):
         return value
     axes = list(range(rank_of(src)))
     return g.op("Slice", value, g.ints([0] * len(axes)), g.shape(index), g.ints(axes))

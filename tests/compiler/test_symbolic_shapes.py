@@ -1,0 +1,90 @@
+"""Sizes computed from others: each of torch's functions of them gives what it gives in torch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import sympy
+import torch
+from parity import needs_ort
+from torch.utils._sympy import functions
+
+from lightning_ort.compiler import ORTBackend
+from lightning_ort.compiler.symbolic_shapes import _FUNCTIONS, _function
+
+A, B = sympy.symbols("a b", integer=True, positive=True)
+
+# functions of two numbers and of three, with arguments that are sums: what is printed without brackets goes wrong
+TWO = ["FloorDiv", "CleanDiv", "CeilDiv", "Mod", "PythonMod", "IntTrueDiv", "FloatTrueDiv", "LShift", "Max", "Min"]
+ONE = ["ToFloat", "TruncToInt", "FloorToInt", "CeilToInt", "RoundToInt", "Identity"]
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_functions_of_two(name):
+    make = getattr(functions, name)
+    function = _function([A, B], [3 * make(A + 4, B + 1) - make(B * 6, A + 1), make(A - B, 3) ** 2])
+    for a, b in [(7, 3), (20, 1), (9, 9), (5, 2)]:
+        exact = _FUNCTIONS[name]
+        wanted = [3 * exact(a + 4, b + 1) - exact(b * 6, a + 1), exact(a - b, 3) ** 2]
+        assert function(a, b) == pytest.approx(wanted, rel=1e-12), (a, b)
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_functions_of_one(name):
+    make, exact = getattr(functions, name), _FUNCTIONS[name]
+    function = _function([A, B], [2 * make(functions.IntTrueDiv(A + 4, B + 1)) - 1])
+    for a, b in [(7, 3), (20, 1), (9, 9)]:
+        assert function(a, b) == [2 * exact((a + 4) / (b + 1)) - 1]
+
+
+def test_functions_within_functions():
+    index = functions.ModularIndexing(A + 3, B, 5)
+    function = _function([A, B], [functions.Mod(index + A, 4), sympy.Piecewise((A, A > B), (B, True)), sympy.sqrt(A)])
+    for a, b in [(7, 3), (20, 6), (2, 9)]:
+        assert function(a, b) == [((a + 3) // b % 5 + a) % 4, max(a, b), math.sqrt(a)]
+
+
+@needs_ort
+@pytest.mark.parametrize("change", [lambda x, n: x.new_ones(n + 1), lambda x, n: torch.randn(n + 1) * x[0, 0]])
+def test_a_size_that_is_a_rest(change):
+    def step(x, w):
+        return (w * change(x, (len(x) + 3) % 4).sum()).square().sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend=ORTBackend(), dynamic=True)
+    for n in (5, 6, 7, 8, 9, 13):
+        x, w = torch.arange(3.0 * n).reshape(n, 3) + 1, torch.ones(3, requires_grad=True)
+        gradients = []
+        for function in (step, compiled):
+            torch.manual_seed(n)
+            w.grad = None
+            function(x, w).backward()
+            gradients.append(w.grad)
+        torch.testing.assert_close(gradients[1], gradients[0])
+
+
+@needs_ort
+def test_the_pointer_of_a_memory_bank():
+    """The rest is an index: a wrong one writes the rows elsewhere, without a word."""
+
+    class Bank(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("rows", torch.zeros(12, 3))
+            self.pointer = 0
+
+        def forward(self, x):
+            first = self.pointer
+            self.rows[first : first + 4] = x.detach()
+            self.pointer = (first + 4) % 12
+            return (x * self.rows.sum()).sum() + self.pointer
+
+    torch._dynamo.reset()
+    banks = Bank(), Bank()
+    compiled = torch.compile(banks[1], backend=ORTBackend())
+    for i in range(9):
+        x = torch.full((4, 3), float(i))
+        torch.testing.assert_close(compiled(x), banks[0](x))
+        torch.testing.assert_close(banks[1].rows, banks[0].rows)
+        assert banks[1].pointer == banks[0].pointer
