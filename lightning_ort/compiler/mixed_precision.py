@@ -9,7 +9,11 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
+from torch._ops import OpOverload
 
+from lightning_ort.compiler.lowering import LOWERINGS
+from lightning_ort.compiler.lowering.elementwise import common_dtype
+from lightning_ort.compiler.symbolic_shapes import is_number
 from lightning_ort.compiler.trace import Traced
 
 __all__ = ["CONVOLUTIONS", "PRODUCTS", "Widening", "half_types"]
@@ -33,6 +37,14 @@ _EXACT = {
     )
     for overload in packet.overloads()
 }  # fmt: skip
+
+# Kernels for CPUs that take a number, or a tensor of no dimensions and another type, for one of 16 bits.
+_CONVERTING = {
+    aten.add, aten.sub, aten.rsub, aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.fmod, aten.remainder,
+    aten.floor_divide,
+}  # fmt: skip
+
+_CONVERTING_NAMES = {*map(str, _CONVERTING), str(aten.hardshrink)}
 
 PRODUCTS = frozenset({aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default})
 """What GPUs have units of their own for in 16 bits, which sum in float32 and round once, as torch does there."""
@@ -76,9 +88,12 @@ class Widening:
         self._narrow: dict[fx.Node, fx.Node] = {}
         self._wide: dict[fx.Node, fx.Node] = {}
         self._replaced: dict[fx.Node, fx.Node] = {}
+        self._converted: dict[fx.Node, fx.Node] = {}
         self._last_input = [n for n in self._graph.nodes if n.op == "placeholder"][-1:]
-        # all of them before any is rewritten: what is rewritten gives float32 by then, and its readers would be left out
+        # before any is rewritten: it gives float32 by then, and those that read it would be left out
         nodes = [n for n in self._graph.nodes if n.op == "call_function" and _has_half([n, *n.all_input_nodes])]
+        met = [n for n in nodes if getattr(n.target, "overloadpacket", None) in _CONVERTING and _is_users(n)]
+        self._meeting = {n: common_dtype(*n.args[:2]) for n in met}
         for node in nodes:
             self._rewrite(node)
         if not self._half:
@@ -97,10 +112,12 @@ class Widening:
         return self._narrow_of(value) if value in self._half else self._replaced.get(value, value)
 
     def _rewrite(self, node: fx.Node) -> None:
-        if node.target in _BITS or self._is_kept(node):
+        if node.target in _BITS or _is_torchs(node) or self._is_kept(node):
             self._map(node, self._narrow_of)
             self._narrow[node] = node
             return
+        if self._rounded:
+            self._round_operands(node)
         self._map(node, self._wide_of)
         if node.target is aten._to_copy.default:
             (source,) = node.args
@@ -117,6 +134,26 @@ class Widening:
         node.meta["val"] = pytree.tree_map(_wide_fake, node.meta["val"])
         if node in self._half and exact:
             self._wide[node] = node
+
+    def _round_operands(self, node: fx.Node) -> None:
+        """Round the other operands as torch does where it computes in 16 bits: ``x == 0.1`` is not true of any else."""
+        dtype = self._meeting.get(node)
+        if dtype not in _HALF:
+            return
+
+        def rounded(operand: Any) -> Any:
+            if isinstance(operand, (int, float)) and not isinstance(operand, bool):
+                return torch.tensor(operand, dtype=torch.float64).to(dtype).item()
+            if not isinstance(operand, fx.Node) or operand in self._half or is_number(operand):
+                return operand
+            if operand not in self._converted:
+                source = self._replaced.get(operand, operand)
+                narrow = self._cast(source, dtype, self._behind(source))
+                self._converted[operand] = self._cast(narrow, torch.float32, narrow)
+            return self._converted[operand]
+
+        node.args = (*map(rounded, node.args[:2]), *node.args[2:])
+        node.kwargs = {name: rounded(value) if name == "alpha" else value for name, value in node.kwargs.items()}
 
     def _is_kept(self, node: fx.Node) -> bool:
         if node.target is operator.getitem:
@@ -159,6 +196,17 @@ class Widening:
         return cast
 
 
+def _is_users(node: fx.Node) -> bool:
+    """Whether ``node`` is a call of its own, or part of what such a kernel is written as, and of no other one."""
+    original = node.meta.get("original_aten", node.target)
+    return str(getattr(original, "overloadpacket", original)) in _CONVERTING_NAMES  # it is a copy, equal to no other
+
+
+def _is_torchs(node: fx.Node) -> bool:
+    """Whether torch will run ``node`` in any case, with a 16-bit kernel of its own."""
+    return isinstance(node.target, OpOverload) and node.target not in LOWERINGS
+
+
 def _has_half(nodes: Iterable[fx.Node]) -> bool:
     """Whether one of ``nodes`` stands for a 16-bit floating-point tensor, or several results with one among them."""
     return any(_is_half(v) for n in nodes for v in pytree.tree_leaves(n.meta.get("val")))
@@ -177,5 +225,8 @@ def _wide_type(argument: Any) -> Any:
 
 
 def _wide_fake(val: Any) -> Any:
+    if not _is_half(val):
+        return val
     with torch.no_grad():
-        return val.to(torch.float32) if _is_half(val) else val
+        # zeros that nobody has written, such as the gradients of a sign, cannot be converted
+        return torch.empty_like(val, dtype=torch.float32) if val._is_zerotensor() else val.to(torch.float32)

@@ -16,6 +16,7 @@ from torch import fx
 from lightning_ort.compiler.symbolic_shapes import hint, is_number
 from lightning_ort.runtime.factory import SessionFactory
 from lightning_ort.runtime.providers.provider import Provider
+from lightning_ort.runtime.tensors import is_supported
 
 __all__ = ["SMALL", "Placement", "Segment", "better_in_torch", "is_of_nothing", "operations", "source_line"]
 
@@ -64,17 +65,17 @@ class Placement:
         for node, level in stage.items():
             levels.setdefault(level, []).append(node)
         segments = [self._segment(levels[level], stage, level) for level in sorted(levels)]
+        # numbers and untouched inputs that are results are computed by the last segment of ONNX Runtime, if it can
         passed_on = {n for n in self._outputs if n not in stage}
-        if passed_on and segments:
-            # numbers and untouched inputs that are results are computed by the last segment
-            last = max((s for s in segments if not s.in_torch), key=segments.index, default=None)
+        foreign = {n for n in passed_on if not all(is_supported(t.dtype) for t in _tensors([n]))}
+        for in_torch, results in ((False, passed_on - foreign), (True, foreign)):
+            if not results:
+                continue
+            last = next((s for s in reversed(segments) if s.in_torch == in_torch), None)
             if last is None:
-                last = Segment([], [], [], in_torch=False)
+                last = Segment([], [], [], in_torch=in_torch)
                 segments.append(last)
-            self._extend(last, passed_on)
-        elif passed_on:
-            segments = [Segment([], [], [], in_torch=False)]
-            self._extend(segments[0], passed_on)
+            self._extend(last, results)
         return segments
 
     def _segment(self, members: list[fx.Node], stage: dict[fx.Node, int], level: int) -> Segment:

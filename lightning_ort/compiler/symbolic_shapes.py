@@ -121,7 +121,7 @@ class Sizes:
         return evaluate
 
 
-class _Printer(PythonCodePrinter):  # type: ignore[misc]
+class _Printer(PythonCodePrinter):
     """Writes torch's functions as the calls that they are.
 
     Sympy goes by the name of a class: it takes torch's ``Mod`` for its own and writes ``Mod(a + 4, 12)`` as
@@ -137,7 +137,6 @@ class _Printer(PythonCodePrinter):  # type: ignore[misc]
 def _function(symbols: Sequence[sympy.Symbol], expressions: Sequence[Any]) -> Callable[..., list[Any]]:
     """A Python function of the values of ``symbols`` that gives those of ``expressions``."""
     settings = {"fully_qualified_modules": False, "inline": True, "allow_unknown_functions": True}
-    settings["user_functions"] = {name: name for name in _FUNCTIONS}
     return sympy.lambdify(symbols, expressions, modules=[_FUNCTIONS, "math"], printer=_Printer(settings))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 import dataclasses
 import enum
 from collections.abc import Sequence
@@ -225,6 +226,9 @@ def _signature(
     vals = pytree.tree_leaves([n.meta.get("val") for n in graph.nodes])
     if any(isinstance(x, torch.Tensor) and x.dtype == torch.complex32 for x in vals):
         raise Untraceable("it has complex numbers of 16-bit parts, which torch computes otherwise when it traces them")
+    numbers = pytree.tree_leaves([(n.args, n.kwargs) for n in graph.nodes])
+    if any(isinstance(x, complex) and not cmath.isfinite(x) for x in numbers):
+        raise Untraceable("it has a complex constant that is not finite, which torch cannot write down in a graph")
     _forget_aliases(graph, native)
     draws = _draws_as_inputs(graph)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]

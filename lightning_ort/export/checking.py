@@ -14,9 +14,9 @@ from torch import Tensor
 from lightning_ort.environment import require_onnxruntime
 from lightning_ort.errors import ExportError, MismatchError
 from lightning_ort.export.inputs import Axes, other_sizes, resized, sizes_of
-from lightning_ort.verification import FILE, difference, distance, largest
+from lightning_ort.verification import FILE, TRAINED_FILE, difference, distance, largest
 
-__all__ = ["check", "open_session"]
+__all__ = ["check", "check_sample", "open_session"]
 
 
 def open_session(path: Path) -> Any:
@@ -89,6 +89,27 @@ def check(
     return comparison.worst, compared
 
 
+def check_sample(
+    path: Path, names: Sequence[str], tensors: Sequence[Tensor], expected: Sequence[Tensor] | None
+) -> None:
+    """Load the file of a model with its loss, run it on one sample, and compare what it gives.
+
+    Args:
+        path: of the file.
+        names: of the inputs.
+        tensors: the sample.
+        expected: what the module gives, with tolerances of :data:`~lightning_ort.verification.TRAINED_FILE`; ``None``
+            compares nothing, and runs nothing.
+
+    Raises:
+        ExportError: ONNX Runtime does not load or run the file.
+        MismatchError: it gives other results.
+    """
+    comparison = _Comparison(path, names, TRAINED_FILE, least=1.0)
+    if expected is not None:
+        comparison.add(tensors, expected, {})
+
+
 _LARGEST = 512  # of sizes that are looked at because torch doubts
 
 
@@ -106,13 +127,21 @@ class _Comparison:
     Args:
         path: of the file.
         names: of the inputs.
-        tolerance: instead of those in :data:`~lightning_ort.verification.FILE`.
+        tolerance: by type, or one instead of those in :data:`~lightning_ort.verification.FILE`.
+        least: what the largest entry of an output counts at least.
 
     Attributes:
         worst: the largest difference so far, as a share of the largest entry of its output.
     """
 
-    def __init__(self, path: Path, names: Sequence[str], tolerance: float | None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        names: Sequence[str],
+        tolerance: Mapping[torch.dtype, float] | float | None,
+        *,
+        least: float = 0.0,
+    ) -> None:
         try:
             self._session = open_session(path)
         except Exception as error:
@@ -121,10 +150,10 @@ class _Comparison:
                 "Its CPU kernels are for float32, some for float64, and none for bfloat16: export with "
                 "dtype='float32', and without torch.autocast in the module."
             ) from error
-        self._names, self._tolerance = names, tolerance
+        self._names, self._tolerance = names, FILE if tolerance is None else tolerance
         self._inputs = {i.name for i in self._session.get_inputs()}
         self._outputs = [o.name for o in self._session.get_outputs()]
-        self._scales = [0.0] * len(self._outputs)  # a single entry may be small by chance
+        self._scales = [least] * len(self._outputs)  # a single entry may be small by chance
         self.worst = 0.0
 
     def add(self, inputs: Sequence[Tensor], expected: Sequence[Tensor], sizes: Mapping[str, int]) -> None:
@@ -144,7 +173,8 @@ class _Comparison:
             ) from error
         for i, (result, reference) in enumerate(zip(got, expected, strict=True)):
             found, truth = torch.from_numpy(np.asarray(result)), reference.detach().cpu()
-            share = FILE.get(truth.dtype, 0.0) if self._tolerance is None else self._tolerance
+            share = self._tolerance
+            share = share.get(truth.dtype, 0.0) if isinstance(share, Mapping) else share
             scale = self._scales[i] = max(self._scales[i], largest(truth))
             problem = difference(found, truth, allowed=share * scale)
             if problem is not None:

@@ -92,6 +92,7 @@ def make_graph(
                 raise doubt from reason
             doubts.append(doubt)
         try:
+            program = _in_smaller_operators(program)
             exported = torch.onnx.export(
                 program, (), opset_version=max(opset, NEWEST), dynamo=True, verbose=False, optimize=not trainable
             )
@@ -134,6 +135,27 @@ def _traced(
                     return program, first
     assert first is not None
     raise first from first.__cause__
+
+
+def _in_smaller_operators(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """``program`` without calls that the exporter writes wrongly.
+
+    It takes cross entropy for that of class numbers, row by row: label smoothing is left out without a word, and
+    probabilities for labels, or a single row, make a file that does not load.
+    """
+    calls = program.graph.find_nodes(op="call_function", target=_CROSS_ENTROPY)
+    if not any(_is_more_than_classes(call) for call in calls):
+        return program
+    return program.run_decompositions({_CROSS_ENTROPY: torch.export.default_decompositions()[_CROSS_ENTROPY]})
+
+
+_CROSS_ENTROPY = torch.ops.aten.cross_entropy_loss.default
+
+
+def _is_more_than_classes(call: torch.fx.Node) -> bool:
+    logits, target = (call.args[i].meta["val"] for i in (0, 1))
+    smoothing = call.args[5] if len(call.args) > 5 else call.kwargs.get("label_smoothing", 0.0)
+    return bool(smoothing) or target.is_floating_point() or logits.dim() < 2
 
 
 def _are_different(program: torch.export.ExportedProgram, axes: Sequence[Mapping[int, str]]) -> bool:

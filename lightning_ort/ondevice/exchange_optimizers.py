@@ -38,13 +38,21 @@ def _kind(optimizer: Optimizer) -> str:
 
 
 def _numbers(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], trained: tuple[str, ...]) -> dict[str, int]:
-    """Name of each trained parameter to its number in the optimizer's state."""
+    """Name of each trained parameter to its number in the optimizer's state.
+
+    The optimizer may have others, as long as it remembers nothing of them: what leads to no loss gets no gradient.
+    """
     numbers = {id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
     missing = [n for n in trained if id(parameters[n]) not in numbers]
-    if missing or len(numbers) != len(trained):
+    if missing:
+        raise ValueError(f"The checkpoint trains {', '.join(missing)}, of which the optimizer has nothing.")
+    ours = {id(parameters[n]) for n in trained}
+    names = {id(p): n for n, p in parameters.items()}
+    more = [p for p in optimizer.state if id(p) not in ours and optimizer.state[p]]
+    if more:
         raise ValueError(
-            f"The optimizer has {len(numbers)} parameters, the checkpoint trains {len(trained)}; without: "
-            f"{', '.join(missing) or 'none'}."
+            f"The optimizer has trained {', '.join(names.get(id(p), 'a parameter of another module') for p in more)}, "
+            "which the checkpoint does not train: its state would be lost."
         )
     return {n: numbers[id(parameters[n])] for n in trained}
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from lightning_ort.errors import MismatchError
-from lightning_ort.export.checking import open_session
+from lightning_ort.export.checking import check_sample
 from lightning_ort.export.export import undisturbed
 from lightning_ort.export.graph import make_graph, name_weights
 from lightning_ort.export.inputs import InferenceModule, call_with
@@ -23,9 +20,8 @@ from lightning_ort.files.onnx_models import save_onnx
 from lightning_ort.trainer.description import Description
 from lightning_ort.trainer.options import ORTTrainerOptions
 from lightning_ort.trainer.step import CombinedModule
-from lightning_ort.verification import TRAINED_FILE, difference, largest
 
-__all__ = ["check_export", "export", "inferred", "save"]
+__all__ = ["check_export", "export", "inferred", "results_of", "save"]
 
 
 def export(
@@ -78,29 +74,29 @@ def inferred(model: onnx.ModelProto) -> onnx.ModelProto:
     return SymbolicShapeInference.infer_shapes(model, auto_merge=True, guess_output_rank=False)
 
 
-def save(model: ir.Model | onnx.ModelProto, path: str | os.PathLike[str]) -> None:
-    """Write a file that is complete when it appears; weights of more than 2 GB go to a second one beside it."""
-    save_onnx(model if isinstance(model, ir.Model) else ir.from_proto(model), Path(path))
+def save(
+    model: ir.Model | onnx.ModelProto,
+    path: str | os.PathLike[str],
+    check: Callable[[Path], None] = lambda file: None,
+) -> None:
+    """Write a file that is complete when it appears; weights of more than 2 GB go to a second one beside it.
 
-
-def check_export(model: ir.Model, inputs: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Run ``model`` and compare its outputs.
-
-    Raises:
-        MismatchError: names the first output that differs by more than
-            :data:`~lightning_ort.verification.TRAINED_FILE` allows.
+    Args:
+        check: called with the path of the file before it has its name.
     """
+    save_onnx(model if isinstance(model, ir.Model) else ir.from_proto(model), Path(path), check=check)
+
+
+def check_export(model: ir.Model, names: Sequence[str], inputs: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Run ``model`` and compare its outputs; see :func:`~lightning_ort.export.checking.check_sample`."""
     with tempfile.TemporaryDirectory() as folder:
-        save(model, Path(folder, "model.onnx"))
-        session = open_session(Path(folder, "model.onnx"))
-    known = {i.name for i in session.get_inputs()}
-    feed: dict[str, Any] = {name: x.detach().cpu().numpy() for name, x in inputs.items() if name in known}
-    for name, got in zip(expected, session.run(list(expected), feed), strict=True):
-        wanted = expected[name].detach().cpu()
-        tolerance = TRAINED_FILE.get(wanted.dtype, 0.0)
-        problem = difference(torch.from_numpy(np.asarray(got)), wanted, allowed=tolerance * max(largest(wanted), 1.0))
-        if problem is not None:
-            raise MismatchError(
-                f"check_model_export: output {name!r} of the exported ONNX model is off by more than {tolerance:g} of "
-                f"the largest entry of the module's: {problem}."
-            )
+        save(model, Path(folder, "model.onnx"), lambda file: check_sample(file, names, inputs, expected))
+
+
+def results_of(combined: CombinedModule, names: Sequence[str], inputs: Sequence[Tensor]) -> list[Tensor] | None:
+    """What model and loss give in evaluation mode, by torch; ``None`` where that is something else each time."""
+    with undisturbed(combined):
+        function = InferenceModule(combined, call_with(inputs, names))
+        first, second = function(*inputs), function(*inputs)
+    same = all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, second, strict=True))
+    return first if same else None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_ort.amp import DynamicLossScaler, LossScaler
 from lightning_ort.compiler.aot.inputs import input_type
 from lightning_ort.environment import require_onnxruntime
+from lightning_ort.export.checking import check_sample
 from lightning_ort.onnx_reader import to_torch
 from lightning_ort.optim.config import _OptimizerConfig
 from lightning_ort.optim.step_info import TrainStepInfo
@@ -23,7 +24,7 @@ from lightning_ort.runtime.factory import SessionFactory
 from lightning_ort.trainer.debug import GraphFiles
 from lightning_ort.trainer.description import Description, describe
 from lightning_ort.trainer.device import choose_device, join_processes, runtime_config
-from lightning_ort.trainer.export import check_export, export, save
+from lightning_ort.trainer.export import check_export, export, results_of, save
 from lightning_ort.trainer.optimizer import Optimizer, check_groups
 from lightning_ort.trainer.options import ORTTrainerOptions, check_arguments, refuse
 from lightning_ort.trainer.state import TrainerState, weights_of
@@ -253,9 +254,14 @@ class ORTTrainer(TrainerState):
         Args:
             path: of the file; one that exists is replaced.
 
+        The file is loaded before it appears, and run on the inputs of the last step beside the module.
+
         Raises:
             AssertionError: ``path`` is no string.
             ValueError: its folder does not exist.
+            ExportError: torch cannot trace the model for all sizes that ``model_desc`` leaves open, or ONNX Runtime
+                does not load the file.
+            MismatchError: the file gives other results than the module.
 
         Warns:
             UserWarning: before the first step of a module, when nothing is written because the types of the inputs
@@ -274,7 +280,10 @@ class ORTTrainer(TrainerState):
             return
         if not os.fspath(path) or not os.path.isdir(os.path.dirname(os.fspath(path)) or "."):
             raise ValueError(f"'path' is not valid or does not exist: {os.fspath(path)!r}")
-        save(model, path)
+        names, inputs = [entry.name for entry in self.model_desc.inputs], self._execution.example
+        # values that are made up may be none that the model takes
+        expected = None if inputs is None else results_of(self._combined, names, inputs)
+        save(model, path, lambda file: check_sample(file, names, inputs or (), expected))
 
     def _exported(self) -> ir.Model | None:
         """The model as :meth:`save_as_onnx` writes it; ``None`` as long as the types of its inputs are unknown."""
@@ -294,9 +303,7 @@ class ORTTrainer(TrainerState):
     def _check_export(self, inputs: Sequence[Tensor]) -> None:
         names = [entry.name for entry in self.model_desc.inputs]
         model = export(self._combined, self.model_desc, inputs, self.options)
-        results = self._execution.eval(inputs)
-        expected = dict(zip(self.model_desc.output_names(), results, strict=True))
-        check_export(model, dict(zip(names, inputs, strict=True)), expected)
+        check_export(model, names, inputs, self._execution.eval(inputs))
 
 
 def _given_out(results: list[Tensor]) -> Any:

@@ -9,7 +9,7 @@ from torch import nn
 
 import lightning_ort
 from lightning_ort.compiler import ORTBackend
-from lightning_ort.compiler.dynamo import marked_open
+from lightning_ort.compiler.dynamo import marked_open, no_fast_path
 from lightning_ort.compiler.executors.executable import Executable
 from lightning_ort.compiler.plan import Plan
 from lightning_ort.runtime.config import RuntimeConfig
@@ -252,6 +252,50 @@ def test_what_onnx_cannot_express_runs_in_torch():
     assert recorder.fallbacks
     assert any("test_backend.py" in f.source and "slogdet" in f.source for f in recorder.fallbacks)
     assert all(f.reason for f in recorder.fallbacks)
+
+
+def test_a_size_that_a_tensor_tells_is_left_to_torch():
+    recorder = Recorder()
+    step = recorder.compile(lambda x, n: x.narrow(0, n.sum(), 2).square())
+    for first in (0, 1, 3):
+        x, n = torch.randn(5, 2), torch.tensor([first])
+        assert torch.equal(step(x, n), x[first : first + 2].square())
+
+
+def test_what_torch_asserts_of_gradients_is_no_part_of_the_forward_graph():
+    def forward(x):
+        return torch.linalg.eigvals(x).abs().sum(), (x * 2).sum(0)
+
+    step, x = Recorder().compile(forward), torch.randn(4, 4)
+    found = []
+    for function in (forward, step):
+        leaf = x.clone().requires_grad_()
+        first, second = function(leaf)
+        (first + second.square().sum()).backward()
+        found.append(leaf.grad)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(not hasattr(torch, "hash_tensor"), reason="came with torch 2.9")
+def test_the_check_compares_unsigned_integers():
+    step, x = Recorder().compile(lambda x: (torch.hash_tensor(x), x * 2)), torch.randn(4, 4)
+    assert torch.equal(step(x)[0], torch.hash_tensor(x))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_encoder_with_a_mask_is_one_graph(training):
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    encoder, recorder = nn.TransformerEncoder(layer, 2).train(training), Recorder()
+    for mask in (nn.Transformer.generate_square_subsequent_mask(5), torch.eye(5).roll(1, 0).bool()):
+        x, results = torch.randn(3, 5, 8), []
+        with no_fast_path():
+            compiled = torch.compile(encoder, backend=recorder.backend, fullgraph=True)
+            for module in (encoder, compiled):
+                encoder.zero_grad()
+                y = module(x, mask=mask)
+                y[..., :3].square().sum().backward()
+                results.append([y.detach(), *gradients(encoder)])
+        assert_close(*results, relative=1e-4)
 
 
 def test_unsupported_can_be_an_error():

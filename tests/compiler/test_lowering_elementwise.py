@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from graph_harness import Case, Lowered, check, op_types
 from torch import Tensor, nn, randint, randn
 
+from lightning_ort.compiler.lowering import NotLowered
+
 EDGES = torch.tensor([0.0, -0.0, 1.0, -1.0, 0.5, -2.5, 3.5, 1e-4, -1e-4, 30.0, -30.0, 100.0, -100.0])
 SPECIAL = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, 2.0, -3.0])
 
@@ -78,7 +80,7 @@ ARITHMETIC = [
         integers,
         gradients=False,
     ),
-    Case("integer_pow", lambda i, j: [i**2, i**3, i**4, i**j], integers, gradients=False),
+    Case("integer_pow", lambda i, j: [i**2, i**3, i**4, 2**j], integers, gradients=False),
     Case("sign", lambda x: [x.sign(), x.sgn(), x.abs(), -x, x.signbit()], edges, gradients=False),
     Case("copysign", lambda x: [torch.copysign(x, EDGES.flip(0)), torch.copysign(x, -1.0)], edges, gradients=False),
     Case("copysign_gradient", lambda x, y: torch.copysign(x, y), two),
@@ -318,3 +320,28 @@ def test_an_assertion_is_checked_in_the_graph() -> None:
     lowered = Lowered(Case("one_hot", lambda i: F.one_hot(i, 3), lambda b: (randint(0, 3, (b,)),), gradients=False))
     with pytest.raises(Exception, match="Class values must be smaller than num_classes"):
         lowered(torch.tensor([0, 3]))
+
+
+def test_powers_of_integers_wrap() -> None:
+    """By products: in float64, as ONNX Runtime computes them, digits beyond the 53rd bit are lost."""
+    numbers = torch.tensor([3, -7, 10, 1_000_003, 2**31, 0, -1])
+    for exponent in (0, 1, 2, 3, 5, 7, 13):
+        check(Case("power", lambda i, e=exponent: i**e, lambda b: (numbers,), gradients=False).static)
+    for dtype in (torch.int8, torch.int32, torch.uint8):
+        small = torch.tensor([3, 7, 100, 0, 1], dtype=dtype)
+        check(Case("power", lambda i: [i**5, i**6], lambda b, x=small: (x,), gradients=False).static)
+
+
+def test_powers_of_integers_by_tensors_are_torchs() -> None:
+    with pytest.raises(NotLowered, match="a power of integers by a tensor"):
+        Lowered(Case("power", lambda i, j: i**j, lambda b: (randint(0, 9, (4,)), randint(0, 9, (4,))), gradients=False))
+
+
+def test_the_tail_of_the_error_function_keeps_its_digits() -> None:
+    x = torch.tensor([-30.0, -6.0, -1.0, 0.0, 0.49, 0.51, 1.0, 2.0, 3.0, 4.5, 6.0, 8.0, 9.2, 12.0, math.inf, -math.inf])
+    lowered = Lowered(Case("erfc", torch.erfc, lambda b: (x,), gradients=False).static)
+    got = torch.from_numpy(lowered(x)[0])
+    wanted = torch.erfc(x.double())
+    off = (got.double() - wanted).abs() / wanted.clamp(min=torch.finfo(torch.float32).tiny)
+    assert float(off.max()) < 2e-6
+    assert torch.from_numpy(lowered(x.new_full(x.shape, math.nan))[0]).isnan().all()

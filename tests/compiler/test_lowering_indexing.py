@@ -49,6 +49,8 @@ INDEXING = [
     Case("take", lambda x: x.take(torch.tensor([[0, 3], [5, 1]])), one(6)),
     Case("scatter", lambda x, i, s: x.scatter(1, i, s), distinct),
     Case("scatter_longer_source", lambda x, i: x.scatter(1, i, x * 2), lambda b: distinct(b)[:2], gradients=False),
+    Case("scatter_nothing", lambda x: x.scatter(1, torch.zeros(0, dtype=torch.int64), 1.5), one(6)),
+    Case("scatter_add_nothing", lambda x: x.scatter_add(0, torch.zeros(0, 6, dtype=torch.int64), x.detach()), one(6)),
     Case("scatter_value", lambda x, i, _: x.scatter(1, i, 1.5), three),
     Case(
         "one_hot_by_scatter",

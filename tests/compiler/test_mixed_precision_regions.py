@@ -266,3 +266,73 @@ def test_the_check_finds_a_wrong_result_in_16_bits(monkeypatch):
     x, w = torch.randn(8, 8), torch.randn(8, 8, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(MismatchError):
         other(x, w)
+
+
+SIXTEEN_BITS = {
+    "largest": lambda x: x.square().amax(1),
+    "norm": lambda x: (x * 3).norm(float("inf"), dim=1),
+    "clipped by its largest": lambda x: x / (x / 3).abs().amax(1, keepdim=True),
+    "position": lambda x: (x / 7).argmax(1),
+    "equal after rounding": lambda x: ((x / 7 + 64) == 64).to(x.dtype) * x,
+    "seen in float32": lambda x: (x / 7).float().square(),
+    "steps": lambda x: (x * 3).sgn() * x,
+    "counted": lambda x: torch.histc((x / 7).detach(), 5, min=-0.3, max=0.3),
+    "powers of a matrix": lambda x: torch.matrix_exp(x[:, :8].detach() / 3),
+    "overflow": lambda x: F.soft_margin_loss(x * 9, -torch.ones_like(x).copysign(x.detach()), reduction="none"),
+    "truncated": lambda x: torch.div(x * 64, x.detach().abs() + 0.3, rounding_mode="trunc") + x,
+    "dropped": lambda x: torch.native_dropout(x, 0.0, True)[0],
+}
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("name", SIXTEEN_BITS)
+def test_what_compares_reads_rounded_numbers(name, dtype):
+    """Numbers that meet after rounding and not before send a gradient, or a choice, elsewhere."""
+    function, generator = SIXTEEN_BITS[name], torch.Generator().manual_seed(3)
+    x = torch.randn(8, 40, generator=generator).to(dtype)
+    found = []
+    for step in (function, compiled(function, verify=False)[0]):
+        leaf = x.clone().requires_grad_()
+        result = step(leaf)
+        if result.requires_grad:
+            result.float().nan_to_num(posinf=0.0).sum().backward()
+        found.append((result.detach(), leaf.grad))
+    (wanted, gradient), (got, other) = found
+    if wanted.dtype == torch.int64:
+        assert torch.equal(got, wanted)
+    else:
+        assert torch.equal(got.isfinite(), wanted.isfinite())
+        assert_close(got.nan_to_num(posinf=0.0), wanted.nan_to_num(posinf=0.0), EPS[dtype])
+    assert (other is None) == (gradient is None)
+    if gradient is not None:
+        assert torch.equal(other != 0, gradient != 0) and torch.equal(other.isnan(), gradient.isnan())
+        assert_close(other.nan_to_num(), gradient.nan_to_num(), 4 * EPS[dtype])
+
+
+NUMBERS = {
+    "equal": lambda x: x == 0.3,
+    "product equal": lambda x: (x * 1) == 0.3,
+    "above": lambda x: x > 0.3,
+    "tensor": lambda x: x <= torch.tensor(0.3, dtype=torch.float64),
+    "sum": lambda x: x + 0.3,
+    "sum of whole numbers": lambda x: x + 257,
+    "sum with a tensor": lambda x: x - torch.tensor(0.3),
+    "difference": lambda x: 0.3 - x,
+    "scaled": lambda x: torch.add(x, x, alpha=0.3),
+    "rest": lambda x: torch.remainder(x, 0.3),
+    "product": lambda x: x * 0.3,
+    "quotient": lambda x: x / 0.3,
+    "kernel": lambda x: F.softshrink(x, 0.3),
+    "rewritten kernel": lambda x: F.hardswish(x),
+}
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_are_rounded_where_torch_does(name, dtype):
+    """To the bit: 0.3 equals the 16-bit number next to it, and is subtracted as that."""
+    function = NUMBERS[name]
+    x = torch.cat([torch.randn(500) / 3, torch.full((12,), 0.3)]).to(dtype)  # whole vectors: the rest differs in eager
+    other, fallbacks = compiled(function)
+    assert torch.equal(other(x), function(x))
+    assert not fallbacks

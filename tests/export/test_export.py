@@ -278,6 +278,31 @@ def test_results_that_are_no_tensors(path, sample):
         export_onnx(of(lambda s, x: None), path, sample)
 
 
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+
+    def forward(self, x):
+        return self.encoder(x, mask=nn.Transformer.generate_square_subsequent_mask(5))
+
+
+def test_an_encoder_with_a_mask(path):
+    """Whose values torch would look at."""
+    exported = export_onnx(Masked(), path, torch.randn(3, 5, 8))
+    assert exported.inputs == {"x": ("batch", 5, 8)} and exported.difference < 1e-5
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (3, 4)], ids=str)
+def test_a_loss_with_label_smoothing(path, shape):
+    class Loss(nn.Module):
+        def forward(self, logits, labels):
+            return nn.functional.cross_entropy(logits, labels, label_smoothing=0.1)
+
+    logits = torch.randn(*shape[:1], 4, *shape[1:])
+    assert export_onnx(Loss(), path, (logits, torch.randint(0, 4, shape)), dynamic={}).difference < 1e-5
+
+
 def test_a_module_for_one_size_only(path, sample):
     """An error of the module at any other size is no proof that the file is right there."""
     module = of(lambda s, x, y: s.linear(x) + y.sum())

@@ -157,7 +157,7 @@ def test_what_does_not_fit_changes_nothing(mlp, tmp_path):
     wide.fc2 = nn.Linear(32, 17)
     refused(r"'fc2.weight' is .* \[16, 32\] in the checkpoint and .* \[17, 32\]", state, wide)
     part = torch.optim.AdamW(network.fc1.parameters(), 0.1)
-    refused("optimizer has 2 parameters, the checkpoint trains 6; without: fc2", state, network, part)
+    refused("checkpoint trains fc2.weight, .* of which the optimizer has nothing", state, network, part)
     groups = torch.optim.AdamW([{"params": network.fc1.parameters(), "lr": 0.2}, {"params": [
         *network.fc2.parameters(), *network.fc3.parameters()]}], 0.1)  # fmt: skip
     refused(r"learning rates \[0.1, 0.2\]; a device has one", state, network, groups, copying=copy_from_torch)
@@ -175,3 +175,38 @@ def _with(network, name):
     other = copy.deepcopy(network)
     other.register_parameter(name, nn.Parameter(torch.zeros(2)))
     return other
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head, self.unused = nn.Linear(5, 8), nn.Linear(8, 4), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.body(x).tanh())
+
+
+def test_an_optimizer_of_more_than_leads_to_the_loss(tmp_path):
+    """As it comes with ``module.parameters()``: what gets no gradient has no state."""
+    torch.manual_seed(0)
+    network, x, y = TwoHeads(), torch.randn(6, 5), torch.randint(0, 4, (6,))
+    optimizer = torch.optim.AdamW(network.parameters(), 0.01)
+    twin, other = copy.deepcopy(network), None
+    other = torch.optim.AdamW(twin.parameters(), 0.01)
+    for _ in range(2):
+        torch_step(network, optimizer, x, y), torch_step(twin, other, x, y)
+    generate_artifacts(
+        network, tmp_path, inputs=(x, y), loss="CrossEntropyLoss", optimizer=optimizer, flavour="ort-training"
+    )
+    state, module, on_device = opened(tmp_path)
+    for _ in range(3):
+        on, off = device_step(module, on_device, x, y), torch_step(twin, other, x, y)
+        assert on == pytest.approx(off, rel=1e-5)
+    copy_to_torch(state, network, optimizer)
+    for _ in range(2):
+        assert torch_step(network, optimizer, x, y) == pytest.approx(torch_step(twin, other, x, y), rel=1e-5)
+    copy_from_torch(state, network, optimizer)
+    network.unused(network.body(x)).sum().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"has trained unused\.weight, unused\.bias, which the"):
+        copy_from_torch(state, network, optimizer)

@@ -11,7 +11,7 @@ import torch
 from orttrainer_models import ADAM, LAMB, SGD, batches, cross_entropy, description, make, options, trainer
 from torch import nn
 
-from lightning_ort import ExportError, ORTTrainer
+from lightning_ort import ExportError, MismatchError, ORTTrainer
 
 X, LABEL = batches(count=1)[0]
 
@@ -152,9 +152,72 @@ def test_check_of_the_export_passes_and_finds_differences(monkeypatch):
 
     monkeypatch.setattr(module, "export", broken)
     found = trainer(debug={"check_model_export": True})
-    with pytest.raises(RuntimeError, match="check_model_export: output 'loss' of the exported ONNX model is off by"):
+    with pytest.raises(RuntimeError, match="The exported model gives another 'loss' than the module"):
         found.train_step(X, LABEL)
     assert found._train_step_info.step == 0
+
+
+def test_a_file_with_other_results_does_not_appear(tmp_path, monkeypatch):
+    from lightning_ort.trainer import trainer as module
+
+    original = module.export
+
+    def broken(*args):
+        model = original(*args)
+        model.graph.initializers["0.bias"].const_value = ir.tensor(np.full(10, 9, np.float32), name="0.bias")
+        return model
+
+    monkeypatch.setattr(module, "export", broken)
+    with pytest.raises(MismatchError, match="The exported model gives another 'loss' than the module"):
+        saved(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_gives_something_else_each_time_has_a_file(tmp_path):
+    class Sampling(Activated):
+        def forward(self, x):
+            return nn.functional.dropout(super().forward(x), 0.5, training=True)
+
+    saved(tmp_path, module=Sampling())
+    run(tmp_path / "m.onnx", input=X, label=LABEL)
+
+
+@pytest.mark.filterwarnings("ignore:aten.* runs in torch")
+def test_a_model_that_onnx_runtime_has_no_kernels_for_is_refused(tmp_path):
+    description = {
+        "inputs": [("input", ["b", 20]), ("label", ["b"])],
+        "outputs": [("loss", [], True), ("y", ["b", 10])],
+    }
+    found = ORTTrainer(Activated().double(), description, ADAM(), cross_entropy, options())
+    found.train_step(X.double(), LABEL)
+    with pytest.raises(ExportError, match=r"does not load the exported model: .* export with dtype='float32'"):
+        found.save_as_onnx(str(tmp_path / "m.onnx"))
+    assert not list(tmp_path.iterdir())
+
+
+WEIGHTS = torch.arange(1.0, 11.0)
+
+
+@pytest.mark.parametrize("options_of_loss", [{}, {"weight": WEIGHTS}, {"reduction": "sum"}], ids=str)
+@pytest.mark.parametrize("soft", [False, True])
+def test_label_smoothing_and_probabilities_for_labels(tmp_path, options_of_loss, soft):
+    """Torch's exporter leaves the former out, and takes the latter for class numbers."""
+    label = torch.rand(len(X), 10).softmax(1) if soft else LABEL
+    description = {
+        "inputs": [("input", ["b", 20]), ("label", ["b", 10] if soft else ["b"])],
+        "outputs": [("loss", [], True), ("y", ["b", 10])],
+    }
+
+    def loss(y, label):
+        return nn.functional.cross_entropy(y, label, label_smoothing=0.2, **options_of_loss)
+
+    module = Activated()
+    found = ORTTrainer(module, description, ADAM(), loss, options())
+    found.train_step(X, label)
+    found.save_as_onnx(str(tmp_path / "m.onnx"))
+    for n in (1, 5, len(X)):
+        (got,) = run(tmp_path / "m.onnx", ["loss"], input=X[:n], label=label[:n])
+        np.testing.assert_allclose(got, loss(module(X[:n]), label[:n]).detach(), rtol=1e-5)
 
 
 def test_weights_of_more_than_2_gb_lie_beside_the_file(tmp_path, monkeypatch):

@@ -23,8 +23,6 @@ keeps(
 
 @decomposes(aten.angle.default)
 def angle(x: Tensor) -> Tensor:
-    if x.is_complex():
-        return NotImplemented
     x = x if x.is_floating_point() else x.to(torch.float32)
     return torch.where(x < 0, math.pi, torch.where(x != x, x, 0.0))
 

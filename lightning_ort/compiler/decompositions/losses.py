@@ -122,6 +122,12 @@ def huber_loss_backward(grad: Tensor, x: Tensor, target: Tensor, reduction: int,
     return _bounded_gradient(grad, (x - target).clamp(-delta, delta), reduction)
 
 
+@decomposes(aten.soft_margin_loss.default)
+def soft_margin_loss(x: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
+    """Torch's own rewriting computes in float32, where the kernel overflows in float16."""
+    return _reduced(torch.log1p(torch.exp(-x * target)), reduction)
+
+
 @decomposes(aten.soft_margin_loss_backward.default)
 def soft_margin_loss_backward(grad: Tensor, x: Tensor, target: Tensor, reduction: int) -> Tensor:
     # torch's own decomposition subtracts 1 from a sigmoid, which leaves nothing of small gradients, and hides NaN

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import DispatchKey
+
+# Nodes tell what call they are written for, as those of torch's own rewritings do; there is no public name for it.
+from torch.fx.experimental.proxy_tensor import set_original_aten_op
 
 __all__ = ["DECOMPOSITIONS", "KEPT", "composes", "composites", "decomposes", "keeps", "refuse_unless"]
 
@@ -19,14 +24,18 @@ KEPT: set[Any] = set()
 def decomposes(*overloads: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function with the signature of the ATen overloads, written in simpler torch calls.
 
-    It may return ``NotImplemented`` to leave a call as it is.
+    It may return ``NotImplemented`` to leave a call as it is. Calls with complex numbers are left so anyway.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def of_real_numbers(*args: Any, **kwargs: Any) -> Any:
+            return NotImplemented if _has_complex(args) else function(*args, **kwargs)
+
         for overload in overloads:
             if overload in DECOMPOSITIONS:
                 raise ValueError(f"{overload} is already decomposed by {DECOMPOSITIONS[overload].__qualname__}")
-            DECOMPOSITIONS[overload] = function
+            DECOMPOSITIONS[overload] = of_real_numbers
         return function
 
     return register
@@ -44,7 +53,8 @@ _NATIVE: set[Any] = set()
 def composes(*overloads: Any, native: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function with the signature of the ATen overloads, written in differentiable torch calls.
 
-    It may return ``NotImplemented`` to leave a call to torch.
+    It may return ``NotImplemented`` to leave a call to torch. Calls with complex numbers are left so anyway: torch runs
+    them, and their gradients have conjugates.
 
     Args:
         overloads: what is rewritten.
@@ -61,6 +71,11 @@ def composes(*overloads: Any, native: bool = False) -> Callable[[Callable[..., A
         return function
 
     return register
+
+
+def _has_complex(args: Sequence[Any]) -> bool:
+    flat = itertools.chain.from_iterable(a if isinstance(a, (list, tuple)) else [a] for a in args)
+    return any(isinstance(a, Tensor) and a.is_complex() for a in flat)
 
 
 @contextlib.contextmanager
@@ -90,9 +105,11 @@ def _keys(overload: Any) -> list[DispatchKey]:
 
 def _or_torch(overload: Any, function: Callable[..., Any], torch_kernel: Callable[..., Any] | None) -> Any:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        if result is not NotImplemented:
-            return result
+        if not _has_complex(args):
+            with set_original_aten_op(overload):
+                result = function(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         if torch_kernel is not None:
             return torch_kernel(*args, **kwargs)
         with torch._C._DisablePythonDispatcher():

@@ -1,0 +1,172 @@
+"""Torch's own samples of its operators, compiled beside eager: results, gradients, element types, random numbers.
+
+``python -m tests.fuzz.operators`` goes through the operators of ``torch.testing`` in one element type and prints the
+samples that go otherwise. Names of operators, or beginnings of names, may follow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import math
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.testing._internal.common_methods_invocations import op_db  # torch's list has no public name
+from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+
+from lightning_ort.verification import largest
+
+__all__ = ["check", "operators", "samples"]
+
+# Their results are what memory happens to hold, or depend on more than the samples say.
+_UNDEFINED = {
+    "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_", "resize_as_",
+}  # fmt: skip
+_RELATIVE = {
+    torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2,
+    torch.complex128: 1e-9, torch.complex64: 2e-5, torch.complex32: 4e-3,
+}  # fmt: skip
+"""By how much an entry may be off, as a share of the largest of its tensor, or"""
+_GROUP_SHARE = 0.05
+"""of this share of the largest of all results."""
+
+
+def operators(dtype: torch.dtype, names: Sequence[str] = ()) -> list[OpInfo]:
+    """Those that have samples of ``dtype`` and a name that begins with one of ``names``, if there are any."""
+    found = [op for op in op_db if dtype in op.dtypes and op.name not in _UNDEFINED]
+    return [op for op in found if not names or op.name.startswith(tuple(names))]
+
+
+def samples(op: OpInfo, dtype: torch.dtype, count: int) -> list[SampleInput]:
+    """Up to ``count`` samples, from all of the list."""
+    torch.manual_seed(0)
+    gradients = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
+    drawn = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=gradients), 200))
+    return drawn[:: max(len(drawn) // count, 1)][:count]
+
+
+def check(op: OpInfo, sample: SampleInput, *, verify: bool = False) -> str | None:
+    """What goes otherwise than in eager, in words; ``None`` if nothing does, or if eager refuses the sample."""
+
+    def function(tensors: list[torch.Tensor]) -> Any:
+        values = iter(tensors)
+        x, args, kwargs = pytree.tree_map(lambda v: next(values) if isinstance(v, torch.Tensor) else v, given)
+        # some change their input, which may be a leaf
+        x = pytree.tree_map(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, x) if op.name in _INPLACE else x
+        return op.op(x, *args, **kwargs)
+
+    given = (sample.input, sample.args, sample.kwargs)
+    leaves = [v for v in pytree.tree_leaves(given) if isinstance(v, torch.Tensor)]
+    try:
+        wanted = _run(function, leaves)
+        again = _run(function, leaves)
+    except Exception:
+        return None
+    if _difference(again, wanted) is not None:
+        return None  # it does not repeat itself
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="lightning_ort", options={"verify": verify})
+    try:
+        for _ in range(2):  # checked, and not
+            problem = _difference(_run(compiled, leaves), wanted)
+            if problem is not None:
+                return problem
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).strip()[:300]}"
+    return None
+
+
+_INPLACE = {op.name for op in op_db if op.name.endswith("_")}
+
+
+def _run(function: Callable[[list[torch.Tensor]], Any], leaves: Sequence[torch.Tensor]) -> list[Any]:
+    """Results, gradients and the next random number."""
+    inputs = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_(x.requires_grad) for x in leaves]
+    torch.manual_seed(1)
+    results = pytree.tree_leaves(function(inputs))
+    drawn = torch.rand(())
+    roots = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
+    wanted = [x for x in inputs if x.requires_grad]
+    gradients: Sequence[Any] = []
+    if roots and wanted:
+        generator = torch.Generator().manual_seed(2)
+        seeds = [(torch.rand(r.shape, generator=generator, dtype=torch.float64) + 0.5).to(r.dtype) for r in roots]
+        gradients = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
+    plain = [r.detach() if isinstance(r, torch.Tensor) else r for r in results]
+    return [*plain, *gradients, drawn]
+
+
+def _difference(got: Sequence[Any], wanted: Sequence[Any]) -> str | None:
+    if len(got) != len(wanted):
+        return f"{len(got)} results instead of {len(wanted)}"
+    # a sum that is zero but for rounding has no scale of its own
+    dense = [_real(t) for t in wanted if isinstance(t, torch.Tensor) and t.layout == torch.strided]
+    scale = max((largest(t) for t in dense if t.is_floating_point()), default=0.0)
+    for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
+        problem = _off(a, b, _GROUP_SHARE * scale)
+        if problem is not None:
+            return f"result {i} of {len(wanted)}: {problem}"
+    return None
+
+
+def _off(got: Any, wanted: Any, scale: float) -> str | None:
+    if not isinstance(got, torch.Tensor) or not isinstance(wanted, torch.Tensor):
+        return None if got == wanted or (got != got and wanted != wanted) else f"{got!r} instead of {wanted!r}"
+    if got.shape != wanted.shape or got.dtype != wanted.dtype or got.layout != wanted.layout:
+        return f"{got.dtype} {tuple(got.shape)} instead of {wanted.dtype} {tuple(wanted.shape)}"
+    if got.layout != torch.strided:
+        got, wanted = got.to_dense(), wanted.to_dense()
+    relative = _RELATIVE.get(wanted.dtype)
+    got, wanted = _real(got), _real(wanted)
+    if relative is None:
+        return None if torch.equal(got, wanted) else f"{got.flatten()[:6].tolist()} for {wanted.flatten()[:6].tolist()}"
+    got, wanted = got.double(), wanted.double()
+    finite = wanted.isfinite()
+    others = [x.masked_fill(finite, 0.0).nan_to_num(7e300) for x in (got, wanted)]
+    if not torch.equal(*others):
+        return "other entries are not finite"
+    off = largest((got - wanted)[finite])
+    if off > relative * max(largest(wanted), scale, 1e-30):
+        return f"off by {off:.3g}, largest entry {largest(wanted):.3g}"
+    return None
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """Real and imaginary parts, where there are such."""
+    return torch.view_as_real(tensor.to(torch.complex128).resolve_conj()) if tensor.is_complex() else tensor
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--samples", type=int, default=3, help="of each operator")
+    parser.add_argument("--every", type=int, default=1, help="leave others of the operators out")
+    parser.add_argument("--verify", action="store_true", help="with the check of first runs, which must refuse nothing")
+    parser.add_argument("--seconds", type=float, default=math.inf)
+    options = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    dtype = getattr(torch, options.dtype)
+    start, done, failed = time.monotonic(), 0, 0
+    for op in operators(dtype, options.names)[:: options.every]:
+        for number, sample in enumerate(samples(op, dtype, options.samples)):
+            if time.monotonic() - start > options.seconds:
+                break
+            problem = check(op, sample, verify=options.verify)
+            done += 1
+            if problem is not None:
+                failed += 1
+                print(f"{op.full_name} {options.dtype}, sample {number}: {problem}", flush=True)
+    print(f"{done} samples, {failed} failed, {time.monotonic() - start:.0f} s")
+    raise SystemExit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,18 @@
+"""A few of torch's own samples; ``make fuzz`` has the rest. In a process of its own: torch's list changes settings."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.stock_only
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_operators(dtype):
+    command = [sys.executable, "-m", "tests.fuzz.operators", "--dtype", dtype, "--samples", "1", "--every", "40"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(done.stdout.split()[-6]) >= 8, done.stdout
