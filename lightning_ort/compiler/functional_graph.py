@@ -15,6 +15,7 @@ from torch import fx
 # Tracers have no public form; nothing else traces regions.
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext
+from torch._higher_order_ops import effects
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx, maybe_enable_thunkify
@@ -68,7 +69,29 @@ def functional_graph(
             if not any(map(_writes, module.graph.nodes)):
                 return module
     functional = dispatch_functionalize(joint, FunctionalTensorMode())
-    return _graph(functional, fakes, tangents, grad=grad, native=native)
+    with _without_order(*_ASSERTIONS):
+        return _graph(functional, fakes, tangents, grad=grad, native=native)
+
+
+_ASSERTIONS = ("aten::_linalg_check_errors",)
+
+
+@contextlib.contextmanager
+def _without_order(*operators: str) -> Iterator[None]:
+    """Take these operators down as they are; torch would want to know in which order they and others have effects.
+
+    Private: torch has no public word for it. What they read settles the order of assertions.
+    """
+    effect_of = getattr(effects, "_get_effect", lambda name: None)  # torch before 2.10 took none for such
+    known = {name: effect_of(name) for name in operators}
+    ordered = {name: effect for name, effect in known.items() if effect is not None}
+    for name in ordered:
+        effects._register_effectful_op(name, None)
+    try:
+        yield
+    finally:
+        for name, effect in ordered.items():
+            effects._register_effectful_op(name, effect)
 
 
 _OPERATORS = "add and floordiv lshift matmul mod mul or pow rshift sub truediv xor"

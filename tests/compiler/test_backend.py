@@ -254,6 +254,30 @@ def test_what_onnx_cannot_express_runs_in_torch():
     assert all(f.reason for f in recorder.fallbacks)
 
 
+def test_equations_beside_changes_of_tensors():
+    """What a graph has noted of its effects would keep all of it in torch."""
+
+    def forward(matrix, count, x):
+        count.add_(1)
+        factor = torch.linalg.cholesky(matrix @ matrix.mT + torch.eye(3) * count)
+        normal = torch.distributions.MultivariateNormal(x.new_zeros(3), scale_tril=factor, validate_args=False)
+        return normal.log_prob(x).sum() + (torch.linalg.inv(factor) * x[:3]).sum()
+
+    recorder = Recorder()
+    step, found = recorder.compile(forward), []
+    for function in (forward, step):
+        torch.manual_seed(0)
+        matrix, count, x = torch.randn(3, 3, requires_grad=True), torch.ones(()), torch.randn(5, 3)
+        for _ in range(2):
+            loss = function(matrix, count, x)
+            loss.backward()
+        found.append((loss.detach(), matrix.grad, count))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+    assert recorder.fallbacks and not any("whole" in f.operator for f in recorder.fallbacks)
+    with pytest.raises(torch.linalg.LinAlgError, match="cholesky"):
+        step(torch.zeros(3, 3), torch.tensor(-2.0), x)
+
+
 def test_a_size_that_a_tensor_tells_is_left_to_torch():
     recorder = Recorder()
     step = recorder.compile(lambda x, n: x.narrow(0, n.sum(), 2).square())

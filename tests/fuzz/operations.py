@@ -202,6 +202,10 @@ OPERATIONS = [
         {a}.contiguous().view(-1).sum()
         {a}.reshape({a}.shape[0], -1)
         {a} / {a}.shape[0]
+        {a} * (({a}.shape[0] + 3) % 4)
+        {a}.sum() * {a}.new_ones(({a}.shape[0] + 4) % 3 + 1)
+        F.dropout({a}.mean() * {a}.new_ones(({a}.shape[0] + 5) % 4 + 2), 0.3, training=True)
+        F.pad({a}, (0, (7 - {a}.shape[-1]) % 4))
         {a} * torch.arange({a}.shape[-1], dtype={a}.dtype)
         {a} + torch.linspace(0, 1, {a}.shape[-1], dtype={a}.dtype)
         {a}.new_ones({a}.shape[-1]) * {a}

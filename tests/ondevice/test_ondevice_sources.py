@@ -221,6 +221,14 @@ def test_tied_weights_are_one_parameter_and_open_sizes_stay_open(tmp_path):
     np.testing.assert_allclose(train(module, optimizer, data), torch_losses(network, loss, data), rtol=0, atol=1e-6)
 
 
+def test_a_size_that_is_left_out_of_dynamic_axes_is_told(tmp_path):
+    inputs = {"input": torch.randn(6, 20), "target": torch.randint(0, 10, (6,))}
+    network = nn.Sequential(nn.Linear(20, 10))
+    options = {"inputs": inputs, "loss": "CrossEntropyLoss", "optimizer": SGD}
+    with pytest.warns(UserWarning, match=r"'target' is not there, .* 6 for good, as many as 'n' .* add 'target'"):
+        generate_artifacts(network, tmp_path / "a", dynamic_axes={"input": {0: "n"}}, **options)
+
+
 BAD = {
     "no_inputs": ({"loss": "MSELoss"}, ValueError, "inputs is missing: a module needs an example"),
     "no_target": ({"inputs": {"x": torch.zeros(2, 20)}, "loss": "MSELoss"}, ValueError, "no target for the loss"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -76,6 +77,9 @@ def infos_of(tensors: Mapping[str, Tensor], axes: Axes | None) -> list[InputInfo
 
     Raises:
         ValueError: it names an input or a dimension that does not exist.
+
+    Warns:
+        UserWarning: an input is left out whose first size is as large as one that varies.
     """
     if axes is None:
         axes = {name: {0: BATCH} for name, tensor in tensors.items() if tensor.dim()}
@@ -90,7 +94,22 @@ def infos_of(tensors: Mapping[str, Tensor], axes: Axes | None) -> list[InputInfo
                 raise ValueError(f"dynamic_axes: {name!r} has {len(shape)} dimensions, but not number {dimension}.")
             shape[dimension] = str(size)
         found.append(InputInfo(name, tensor.dtype, tuple(shape)))
+    _warn_of_left_out(tensors, axes)
     return found
+
+
+def _warn_of_left_out(tensors: Mapping[str, Tensor], axes: Axes) -> None:
+    """Tell of an input without a word in ``axes`` whose first size is that of another one that varies."""
+    first = {tensors[name].shape[0]: str(sizes[0]) for name, sizes in axes.items() if 0 in sizes}
+    for name, tensor in tensors.items():
+        if name not in axes and tensor.dim() and tensor.shape[0] in first:
+            size = first[tensor.shape[0]]
+            warnings.warn(
+                f"dynamic_axes: {name!r} is not there, so that its first size is {tensor.shape[0]} for good, as many "
+                f"as {size!r} is in the example. If it varies as well, add {name!r}: {{0: {size!r}}}; if not, "
+                f"{name!r}: {{}}.",
+                stacklevel=2,
+            )
 
 
 def hints_of(infos: Sequence[InputInfo], example: Mapping[str, Tensor] | None) -> list[dict[str, int]]:
