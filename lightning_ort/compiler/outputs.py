@@ -47,7 +47,7 @@ class OutputLayout:
         self.differentiable = [
             i
             for i, v in enumerate(self.values)
-            if isinstance(v, torch.Tensor) and v.requires_grad and i not in self.views and not _leads_nowhere(v)
+            if isinstance(v, torch.Tensor) and i not in self.views and _has_gradient(v)
         ]
         self.leads_on = bool(self.differentiable) or any(
             v.differentiable and self.values[i].grad_fn is not None
@@ -189,7 +189,7 @@ def output_views(values: Sequence[Any], known: Collection[int], sizes: Sizes) ->
             if x is whole or j in views or not same_storage(x, whole) or not _read_alike(x, whole):
                 continue
             of_two_the_first = j < i or not _fills_memory(x)
-            if of_two_the_first and _fills_memory(whole) and (whole.requires_grad or not x.requires_grad):
+            if of_two_the_first and _fills_memory(whole) and (_has_gradient(whole) or not _has_gradient(x)):
                 geometry = sizes.evaluator([*x.shape, *x.stride(), x.storage_offset()])
                 views[i] = OutputView(j, geometry, x.dim(), _follows(x, whole))
                 break
@@ -209,6 +209,10 @@ def _follows(view: torch.Tensor, whole: torch.Tensor) -> bool:
         return view.requires_grad and (view is whole or not _leads_nowhere(view))
     base = whole._base if whole._is_view() else whole
     return view._is_view() and view._base is base
+
+
+def _has_gradient(x: torch.Tensor) -> bool:
+    return x.requires_grad and not _leads_nowhere(x)
 
 
 def _leads_nowhere(x: torch.Tensor) -> bool:

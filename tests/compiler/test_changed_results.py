@@ -493,3 +493,34 @@ def test_views_of_results_whose_place_goes_by_the_size():
         outputs = [f(x) for f in (compiled, a_part_behind_a_break)]
         torch.testing.assert_close(*outputs)
         torch.testing.assert_close(*(torch.autograd.grad(o, x)[0] for o in outputs))
+
+
+def seen_without_gradients(x):
+    logits = x.softmax(-1)
+    with torch.no_grad():
+        seen = logits.view(-1)
+    return seen[seen.detach() > 0.2].sum() + logits.square().sum()  # a break
+
+
+def changed_without_gradients(x):
+    logits = x * 2
+    with torch.no_grad():
+        seen = logits.t()
+    above = seen[seen.detach() > 0.2]  # a break
+    with torch.no_grad():
+        seen.mul_(3)
+    return logits.square().sum() + above.sum() + seen.detach().sum()
+
+
+@pytest.mark.parametrize("placement", ["onnxruntime", "torch"])
+@pytest.mark.parametrize("step", [seen_without_gradients, changed_without_gradients])
+def test_a_view_made_without_gradients_takes_none_away(step, placement):
+    """It is the first result, says that it requires a gradient, and has none."""
+    compiled = torch.compile(step, backend="lightning_ort", options={"placement": placement})
+    found = []
+    for function in (step, compiled):
+        x = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()
+        loss = function(x)
+        loss.backward()
+        found.append((loss.detach(), x.grad))
+    torch.testing.assert_close(found[1], found[0])

@@ -88,3 +88,23 @@ def test_the_pointer_of_a_memory_bank():
         torch.testing.assert_close(compiled(x), banks[0](x))
         torch.testing.assert_close(banks[1].rows, banks[0].rows)
         assert banks[1].pointer == banks[0].pointer
+
+
+@needs_ort
+def test_a_size_that_turns_out_to_be_one():
+    """By a computation: the pieces that a tensor is divided into, say."""
+
+    def step(x, w):
+        padded = torch.nn.functional.pad(x * w, (0, (7 - x.shape[-1]) % 4))
+        parts = padded.unbind(-1)
+        return parts[1].sum() + padded.chunk(padded.shape[-1], -1)[0].squeeze(-1).square().sum() + padded.mean()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend=ORTBackend(), dynamic=True)
+    for n in (5, 6, 2, 3, 9):
+        found = []
+        for function in (step, compiled):
+            x, w = torch.linspace(0, 1, 2 * n).view(2, n), torch.ones(n, requires_grad=True)
+            function(x, w).backward()
+            found.append(w.grad)
+        torch.testing.assert_close(found[1], found[0])

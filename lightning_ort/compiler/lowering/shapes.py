@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from lightning_ort.compiler.lowering.builder import Dim, GraphBuilder, dtype_of, rank_of, shape_of
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
 from lightning_ort.compiler.lowering.sums import summed
-from lightning_ort.compiler.symbolic_shapes import entries_in_order
+from lightning_ort.compiler.symbolic_shapes import entries_in_order, hint
 from lightning_ort.runtime.tensors import NUMPY
 
 aten = torch.ops.aten
@@ -137,22 +137,25 @@ def unsqueeze(g: GraphBuilder, node: fx.Node, x: fx.Node, dim: int) -> ir.Value:
 
 @lowers(aten.squeeze.default)
 def squeeze(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
-    return _squeeze(g, x, range(rank_of(x)))
+    return _squeeze(g, node, x, range(rank_of(x)))
 
 
 @lowers(aten.squeeze.dim)
 def squeeze_dim(g: GraphBuilder, node: fx.Node, x: fx.Node, dim: int) -> ir.Value:
-    return _squeeze(g, x, [dim])
+    return _squeeze(g, node, x, [dim])
 
 
 @lowers(aten.squeeze.dims)
 def squeeze_dims(g: GraphBuilder, node: fx.Node, x: fx.Node, dims: Sequence[int]) -> ir.Value:
-    return _squeeze(g, x, dims)
+    return _squeeze(g, node, x, dims)
 
 
-def _squeeze(g: GraphBuilder, x: fx.Node, dims: Sequence[int]) -> ir.Value:
+def _squeeze(g: GraphBuilder, node: fx.Node, x: fx.Node, dims: Sequence[int]) -> ir.Value:
+    """Without the dimensions of size 1, also where a size is computed of others and was found to be 1."""
     shape = shape_of(x)
-    ones = [d % len(shape) for d in dims if len(shape) and isinstance(shape[d], int) and shape[d] == 1]
+    ones = [d % len(shape) for d in dims if len(shape) and hint(shape[d]) == 1]
+    if len(ones) != len(shape) - rank_of(node):
+        raise NotLowered("squeezing dimensions of which torch does not say whether their size is 1")
     return g.op("Squeeze", g.value(x), g.ints(ones)) if ones else g.value(x)
 
 
