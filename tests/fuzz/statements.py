@@ -1,8 +1,10 @@
-"""Statements of Python in a step: what Dynamo makes of them beside what Python does.
+"""Statements of Python in a step: what Dynamo and this package make of them beside what Python does.
 
-``python -m tests.fuzz.statements`` runs all of ``python_statements.txt``, bodies of ``step(self, x, i)`` between lines
-of ``---``, and prints those that give other results, gradients or attributes, or leave other random states. Names that
-a body uses are those of this file.
+``python -m tests.fuzz.statements`` runs all of ``python_statements.txt`` and ``tensor_statements.txt``, bodies of
+``step(self, x, i)`` between lines of ``---``, and prints those that give other results, gradients or attributes, or
+leave other random states. The former are about Python's objects, and go through Dynamo alone; the latter are about
+tensors, what shares their memory, and gradients, and go through ONNX Runtime. Names that a body uses are those of this
+file.
 """
 
 from __future__ import annotations
@@ -48,9 +50,14 @@ from torch import nn
 from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS
 from lightning_ort.compiler.plain_values import left_to_python
 
-__all__ = ["STATEMENTS", "check"]
+__all__ = ["STATEMENTS", "TENSOR_STATEMENTS", "check"]
 
-STATEMENTS = [text.strip("\n") for text in Path(__file__).with_name("python_statements.txt").read_text().split("---\n")]
+
+def _read(name: str) -> list[str]:
+    return [text.strip("\n") for text in Path(__file__).with_name(name).read_text().split("---\n")]
+
+
+STATEMENTS, TENSOR_STATEMENTS = _read("python_statements.txt"), _read("tensor_statements.txt")
 _CALLS = 5
 
 
@@ -286,14 +293,17 @@ def _run(function: Callable[..., Any]) -> list[str]:
             rows.append(type(error).__name__)
             break
     state = {k: v for k, v in vars(module).items() if not k.startswith("_")}
-    left = [state, dict(module.named_parameters()), dict(module.named_buffers()), COUNT, LOG, M.shared, M.registry]
+    parameters = dict(module.named_parameters())
+    gradients = {name: p.grad for name, p in parameters.items()}
+    left = [state, parameters, gradients, dict(module.named_buffers()), COUNT, LOG, M.shared, M.registry]
     return [*rows, str([*map(_plain, left), random.random(), torch.rand(()).item()])]
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
     """A value as what can be compared, as far as it can be looked into."""
     if isinstance(value, torch.Tensor):
-        return str(value.dtype), [round(float(v), 4) for v in value.detach().flatten()]
+        # a zero has the sign of what was rounded away
+        return str(value.dtype), [round(float(v), 4) + 0.0 for v in value.detach().flatten()]
     if isinstance(value, (int, float, str, enum.Enum, type(None))):
         return type(value).__name__, round(value, 5) if isinstance(value, float) else value
     if depth > 4 or isinstance(value, nn.Module):
@@ -319,16 +329,17 @@ def _plain(value: Any, depth: int = 0) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--backend", default="eager", help="of torch.compile; 'eager' is Dynamo alone")
+    parser.add_argument("--backend", help="of torch.compile, for all of them; 'eager' is Dynamo alone")
     parser.add_argument("--seconds", type=float, default=float("inf"))
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     start, done, failed = time.monotonic(), 0, 0
-    for statement in STATEMENTS:
+    backends = [(s, "eager") for s in STATEMENTS] + [(s, "lightning_ort") for s in TENSOR_STATEMENTS]
+    for statement, backend in backends:
         if time.monotonic() - start > options.seconds:
             break
-        failure = check(statement, options.backend)
+        failure = check(statement, options.backend or backend)
         done += 1
         if failure is not None:
             failed += 1

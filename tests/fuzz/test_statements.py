@@ -1,11 +1,11 @@
-"""A third of the statements, through Dynamo alone, with the settings of steps; `make fuzz` has the rest."""
+"""A third of the statements, with the settings of steps; `make fuzz` has the rest."""
 
 from __future__ import annotations
 
 import pytest
 
 from . import statements
-from .statements import STATEMENTS, check
+from .statements import STATEMENTS, TENSOR_STATEMENTS, check
 
 pytestmark = [pytest.mark.stock_only, pytest.mark.filterwarnings("ignore")]
 
@@ -13,6 +13,11 @@ pytestmark = [pytest.mark.stock_only, pytest.mark.filterwarnings("ignore")]
 @pytest.mark.parametrize("part", range(8))
 def test_statements(part):
     failures = [failure for statement in STATEMENTS[part::24] if (failure := check(statement)) is not None]
+    assert not failures, "\n\n".join(failures)
+
+
+def test_tensors():
+    failures = [f for statement in TENSOR_STATEMENTS[::6] if (f := check(statement, "lightning_ort")) is not None]
     assert not failures, "\n\n".join(failures)
 
 
