@@ -204,6 +204,25 @@ FOUND = {
         """,
         [Case(6), Case(5), Case(4, "inf"), Case(4, "nan"), Case(7, "zeros")],
     ),
+    "a view without gradients first": (
+        """
+        t0 = y.softmax(-1)
+        with torch.no_grad():
+            t1 = Reversed.apply(t0)
+        t2 = t1[t1.detach() > 0.1].sum()
+        t3 = F.gelu(t0, approximate="tanh").mean()
+        """,
+        [Case(6), Case(6), Case(5)],
+    ),
+    "a size that is 1": (
+        """
+        t0 = x[..., -1] * 2.0
+        t1 = F.pad(t0, (0, (7 - t0.shape[-1]) % 4))
+        t2 = torch.unbind(t1, dim=-1)[1]
+        t3 = t2.mean() + (t1 * 0.3).tanh().sum()
+        """,
+        [Case(6), Case(5), Case(4)],
+    ),
 }
 
 
