@@ -92,9 +92,11 @@ def fake_inputs(region: fx.GraphModule, example_inputs: Sequence[Any]) -> list[A
             x = mode.from_tensor(x, symbolic_context=symbolic, source=source)
             known = placeholder.meta.get("example_value")
             if isinstance(known, FakeTensor) and open_dims(known) != open_dims(x):
-                # a gradient, whose open sizes Dynamo has noted with the tensor it belongs to
+                # a gradient, whose open sizes Dynamo has noted with the tensor it belongs to, or one of two views
                 with mode:
-                    x = torch.empty_strided(known.shape, known.stride(), dtype=x.dtype, device=x.device)
+                    x = torch.empty_strided(
+                        known.shape, known.stride(), dtype=x.dtype, device=x.device, requires_grad=x.requires_grad
+                    )
         if isinstance(x, torch.Tensor) and (x.is_conj() or x.is_neg()):
             raise Untraceable("an input is the conjugate of a tensor, or its negative part, as a view")
         if isinstance(x, torch.SymInt) and abs(hint(x)) >= 2**63:

@@ -214,6 +214,18 @@ FOUND = {
         """,
         [Case(6), Case(6), Case(5)],
     ),
+    "two views with open sizes": (
+        """
+        t0 = x * 2.0
+        torch._dynamo.graph_break()
+        t1 = t0.view(-1, x.shape[1])
+        torch._dynamo.graph_break()
+        t2 = torch.func.vmap(lambda t: t.tanh() + t.sum())(t0)
+        t4 = t1.pow(3) * 0.1
+        t3 = torch.take_along_dim(t2, t2.argmax(-1, keepdim=True), dim=-1).mean()
+        """,
+        [Case(6), Case(6), Case(5), Case(4)],
+    ),
     "a size that is 1": (
         """
         t0 = x[..., -1] * 2.0
