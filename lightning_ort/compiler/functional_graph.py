@@ -69,29 +69,29 @@ def functional_graph(
             if not any(map(_writes, module.graph.nodes)):
                 return module
     functional = dispatch_functionalize(joint, FunctionalTensorMode())
-    with _without_order(*_ASSERTIONS):
+    with _without_order(_ASSERTION):
         return _graph(functional, fakes, tangents, grad=grad, native=native)
 
 
-_ASSERTIONS = ("aten::_linalg_check_errors",)
+_ASSERTION = "aten::_linalg_check_errors"
 
 
 @contextlib.contextmanager
-def _without_order(*operators: str) -> Iterator[None]:
-    """Take these operators down as they are; torch would want to know in which order they and others have effects.
+def _without_order(operator: str) -> Iterator[None]:
+    """Take ``operator`` down as it is; torch would want to know in which order it and others have effects.
 
-    Private: torch has no public word for it. What they read settles the order of assertions.
+    Private: torch has no public word for it. What it reads settles the order of an assertion.
     """
-    effect_of = getattr(effects, "_get_effect", lambda name: None)  # torch before 2.10 took none for such
-    known = {name: effect_of(name) for name in operators}
-    ordered = {name: effect for name, effect in known.items() if effect is not None}
-    for name in ordered:
-        effects._register_effectful_op(name, None)
+    # torch before 2.10 took none for such
+    effect = getattr(effects, "_get_effect", lambda name: None)(operator)
+    if effect is None:
+        yield
+        return
+    effects._register_effectful_op(operator, None)
     try:
         yield
     finally:
-        for name, effect in ordered.items():
-            effects._register_effectful_op(name, effect)
+        effects._register_effectful_op(operator, effect)
 
 
 _OPERATORS = "add and floordiv lshift matmul mod mul or pow rshift sub truediv xor"

@@ -88,12 +88,12 @@ class Widening:
         self._narrow: dict[fx.Node, fx.Node] = {}
         self._wide: dict[fx.Node, fx.Node] = {}
         self._replaced: dict[fx.Node, fx.Node] = {}
-        self._converted: dict[fx.Node, fx.Node] = {}
+        self._converted: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
         self._last_input = [n for n in self._graph.nodes if n.op == "placeholder"][-1:]
         # before any is rewritten: it gives float32 by then, and those that read it would be left out
         nodes = [n for n in self._graph.nodes if n.op == "call_function" and _has_half([n, *n.all_input_nodes])]
         met = [n for n in nodes if getattr(n.target, "overloadpacket", None) in _CONVERTING and _is_users(n)]
-        self._meeting = {n: common_dtype(*n.args[:2]) for n in met}
+        self._common_types = {n: common_dtype(*n.args[:2]) for n in met}
         for node in nodes:
             self._rewrite(node)
         if not self._half:
@@ -137,7 +137,7 @@ class Widening:
 
     def _round_operands(self, node: fx.Node) -> None:
         """Round the other operands as torch does where it computes in 16 bits: ``x == 0.1`` is not true of any else."""
-        dtype = self._meeting.get(node)
+        dtype = self._common_types.get(node)
         if dtype not in _HALF:
             return
 
@@ -146,11 +146,12 @@ class Widening:
                 return torch.tensor(operand, dtype=torch.float64).to(dtype).item()
             if not isinstance(operand, fx.Node) or operand in self._half or is_number(operand):
                 return operand
-            if operand not in self._converted:
+            key = operand, dtype
+            if key not in self._converted:
                 source = self._replaced.get(operand, operand)
                 narrow = self._cast(source, dtype, self._behind(source))
-                self._converted[operand] = self._cast(narrow, torch.float32, narrow)
-            return self._converted[operand]
+                self._converted[key] = self._cast(narrow, torch.float32, narrow)
+            return self._converted[key]
 
         node.args = (*map(rounded, node.args[:2]), *node.args[2:])
         node.kwargs = {name: rounded(value) if name == "alpha" else value for name, value in node.kwargs.items()}

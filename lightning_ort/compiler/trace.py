@@ -5,6 +5,7 @@ from __future__ import annotations
 import cmath
 import dataclasses
 import enum
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import fx
 # What Dynamo knows of its inputs has no public form; nothing else makes fakes of them.
 from torch._guards import TracingContext
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_ort.compiler.checkpointing import CheckpointTracer, first_draws
 from lightning_ort.compiler.functional_graph import Untraceable, functional_graph, is_number
@@ -81,10 +82,7 @@ def fake_inputs(region: fx.GraphModule, example_inputs: Sequence[Any]) -> list[A
     placeholders = [n for n in region.graph.nodes if n.op == "placeholder"]
     for x, placeholder in zip(example_inputs, placeholders, strict=True):
         if isinstance(x, FakeTensor):  # between parts of what Dynamo gave; its mode is not the backend's
-            with mode:
-                x = torch.empty_strided(
-                    x.shape, x.stride(), dtype=x.dtype, device=x.device, requires_grad=x.requires_grad
-                )
+            x = _in_the_form_of(x, x, mode)
         elif isinstance(x, torch.Tensor):
             symbolic = context.tensor_to_context.get(x)
             # a Python float arrives as a tensor; its source tells the mode to give it a symbolic value
@@ -93,16 +91,21 @@ def fake_inputs(region: fx.GraphModule, example_inputs: Sequence[Any]) -> list[A
             known = placeholder.meta.get("example_value")
             if isinstance(known, FakeTensor) and open_dims(known) != open_dims(x):
                 # a gradient, whose open sizes Dynamo has noted with the tensor it belongs to, or one of two views
-                with mode:
-                    x = torch.empty_strided(
-                        known.shape, known.stride(), dtype=x.dtype, device=x.device, requires_grad=x.requires_grad
-                    )
+                x = _in_the_form_of(known, x, mode)
         if isinstance(x, torch.Tensor) and (x.is_conj() or x.is_neg()):
             raise Untraceable("an input is the conjugate of a tensor, or its negative part, as a view")
         if isinstance(x, torch.SymInt) and abs(hint(x)) >= 2**63:
             raise Untraceable("an integer needs more than 64 bits")
         fakes.append(x)
     return fakes
+
+
+def _in_the_form_of(form: torch.Tensor, x: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A fake of ``mode`` for ``x``, with the sizes and strides of ``form``."""
+    with mode:
+        return torch.empty_strided(
+            form.shape, form.stride(), dtype=x.dtype, device=x.device, requires_grad=x.requires_grad
+        )
 
 
 def trace(
@@ -225,12 +228,7 @@ def _signature(
     module: fx.GraphModule, fakes: Sequence[Any], wanted: Sequence[int], differentiated: Sequence[int], native: bool
 ) -> Traced:
     graph = module.graph
-    vals = pytree.tree_leaves([n.meta.get("val") for n in graph.nodes])
-    if any(isinstance(x, torch.Tensor) and x.dtype == torch.complex32 for x in vals):
-        raise Untraceable("it has complex numbers of 16-bit parts, which torch computes otherwise when it traces them")
-    numbers = pytree.tree_leaves([(n.args, n.kwargs) for n in graph.nodes])
-    if any(isinstance(x, complex) and not cmath.isfinite(x) for x in numbers):
-        raise Untraceable("it has a complex constant that is not finite, which torch cannot write down in a graph")
+    _refuse_complex(graph)
     _forget_aliases(graph, native)
     draws = _draws_as_inputs(graph)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
@@ -261,6 +259,18 @@ def _signature(
         updates=updates,
         finite=finite,
     )
+
+
+def _refuse_complex(graph: fx.Graph) -> None:
+    """Refuse what torch cannot trace, or write down, of complex numbers; most graphs have none."""
+    vals = [v for n in graph.nodes if (v := n.meta.get("val")) is not None]
+    flat = itertools.chain.from_iterable(v if isinstance(v, (tuple, list)) else (v,) for v in vals)
+    dtypes = {x.dtype for x in flat if isinstance(x, torch.Tensor) and x.dtype.is_complex}
+    if torch.complex32 in dtypes:
+        raise Untraceable("it has complex numbers of 16-bit parts, which torch computes otherwise when it traces them")
+    constants = pytree.tree_leaves([(n.args, n.kwargs) for n in graph.nodes]) if dtypes else ()
+    if any(isinstance(x, complex) and not cmath.isfinite(x) for x in constants):
+        raise Untraceable("it has a complex constant that is not finite, which torch cannot write down in a graph")
 
 
 _COMPUTED = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}

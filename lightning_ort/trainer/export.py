@@ -9,7 +9,6 @@ from pathlib import Path
 
 import onnx
 import onnx_ir as ir
-import torch
 from torch import Tensor
 
 from lightning_ort.export.checking import check_sample
@@ -20,6 +19,7 @@ from lightning_ort.files.onnx_models import save_onnx
 from lightning_ort.trainer.description import Description
 from lightning_ort.trainer.options import ORTTrainerOptions
 from lightning_ort.trainer.step import CombinedModule
+from lightning_ort.verification import difference
 
 __all__ = ["check_export", "export", "inferred", "results_of", "save"]
 
@@ -98,5 +98,5 @@ def results_of(combined: CombinedModule, names: Sequence[str], inputs: Sequence[
     with undisturbed(combined):
         function = InferenceModule(combined, call_with(inputs, names))
         first, second = function(*inputs), function(*inputs)
-    same = all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, second, strict=True))
+    same = all(difference(a, b, allowed=0.0) is None for a, b in zip(first, second, strict=True))
     return first if same else None

@@ -251,10 +251,10 @@ class ORTTrainer(TrainerState):
     def save_as_onnx(self, path: str) -> None:
         """Write the model with its loss, in evaluation mode and with the present weights.
 
+        The file is loaded before it appears, and run on the inputs of a step beside the module.
+
         Args:
             path: of the file; one that exists is replaced.
-
-        The file is loaded before it appears, and run on the inputs of the last step beside the module.
 
         Raises:
             AssertionError: ``path`` is no string.

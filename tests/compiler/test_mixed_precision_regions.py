@@ -336,3 +336,16 @@ def test_numbers_are_rounded_where_torch_does(name, dtype):
     other, fallbacks = compiled(function)
     assert torch.equal(other(x), function(x))
     assert not fallbacks
+
+
+def test_one_number_beside_both_types():
+    """Rounded to each by itself."""
+
+    def step(x, y, t):
+        return x + t, y - t
+
+    x, t = torch.randn(64), torch.tensor(0.3)
+    other, _ = compiled(step)
+    wanted = step(x.half(), x.bfloat16(), t)
+    for got, expected in zip(other(x.half(), x.bfloat16(), t), wanted, strict=True):
+        assert torch.equal(got, expected)

@@ -57,8 +57,8 @@ def check(op: OpInfo, sample: SampleInput, *, verify: bool = False) -> str | Non
     def function(tensors: list[torch.Tensor]) -> Any:
         values = iter(tensors)
         x, args, kwargs = pytree.tree_map(lambda v: next(values) if isinstance(v, torch.Tensor) else v, given)
-        # some change their input, which may be a leaf
-        x = pytree.tree_map(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, x) if op.name in _INPLACE else x
+        if op.name.endswith("_"):  # which changes its input, and that may be a leaf
+            x = pytree.tree_map(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, x)
         return op.op(x, *args, **kwargs)
 
     given = (sample.input, sample.args, sample.kwargs)
@@ -80,9 +80,6 @@ def check(op: OpInfo, sample: SampleInput, *, verify: bool = False) -> str | Non
     except Exception as error:
         return f"{type(error).__name__}: {str(error).strip()[:300]}"
     return None
-
-
-_INPLACE = {op.name for op in op_db if op.name.endswith("_")}
 
 
 def _run(function: Callable[[list[torch.Tensor]], Any], leaves: Sequence[torch.Tensor]) -> list[Any]:

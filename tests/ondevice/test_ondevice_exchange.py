@@ -191,7 +191,7 @@ def test_an_optimizer_of_more_than_leads_to_the_loss(tmp_path):
     torch.manual_seed(0)
     network, x, y = TwoHeads(), torch.randn(6, 5), torch.randint(0, 4, (6,))
     optimizer = torch.optim.AdamW(network.parameters(), 0.01)
-    twin, other = copy.deepcopy(network), None
+    twin = copy.deepcopy(network)
     other = torch.optim.AdamW(twin.parameters(), 0.01)
     for _ in range(2):
         torch_step(network, optimizer, x, y), torch_step(twin, other, x, y)

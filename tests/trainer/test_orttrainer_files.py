@@ -139,18 +139,23 @@ def test_a_model_that_takes_a_named_size_for_a_number_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_check_of_the_export_passes_and_finds_differences(monkeypatch):
-    trainer(debug={"check_model_export": True}).train_step(X, LABEL)
+def spoil(monkeypatch, name):
+    """Have models exported with another bias."""
     from lightning_ort.trainer import trainer as module
 
     original = module.export
 
     def broken(*args):
         model = original(*args)
-        model.graph.initializers["fc3.bias"].const_value = ir.tensor(np.full(10, 9, np.float32), name="fc3.bias")
+        model.graph.initializers[name].const_value = ir.tensor(np.full(10, 9, np.float32), name=name)
         return model
 
     monkeypatch.setattr(module, "export", broken)
+
+
+def test_check_of_the_export_passes_and_finds_differences(monkeypatch):
+    trainer(debug={"check_model_export": True}).train_step(X, LABEL)
+    spoil(monkeypatch, "fc3.bias")
     found = trainer(debug={"check_model_export": True})
     with pytest.raises(RuntimeError, match="The exported model gives another 'loss' than the module"):
         found.train_step(X, LABEL)
@@ -158,16 +163,7 @@ def test_check_of_the_export_passes_and_finds_differences(monkeypatch):
 
 
 def test_a_file_with_other_results_does_not_appear(tmp_path, monkeypatch):
-    from lightning_ort.trainer import trainer as module
-
-    original = module.export
-
-    def broken(*args):
-        model = original(*args)
-        model.graph.initializers["0.bias"].const_value = ir.tensor(np.full(10, 9, np.float32), name="0.bias")
-        return model
-
-    monkeypatch.setattr(module, "export", broken)
+    spoil(monkeypatch, "0.bias")
     with pytest.raises(MismatchError, match="The exported model gives another 'loss' than the module"):
         saved(tmp_path)
     assert not list(tmp_path.iterdir())

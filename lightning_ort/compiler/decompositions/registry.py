@@ -75,7 +75,7 @@ def composes(*overloads: Any, native: bool = False) -> Callable[[Callable[..., A
 
 def _has_complex(args: Sequence[Any]) -> bool:
     flat = itertools.chain.from_iterable(a if isinstance(a, (list, tuple)) else [a] for a in args)
-    return any(isinstance(a, Tensor) and a.is_complex() for a in flat)
+    return any(isinstance(a, Tensor) and a.dtype.is_complex for a in flat)
 
 
 @contextlib.contextmanager
