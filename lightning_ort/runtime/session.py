@@ -74,9 +74,9 @@ class OrtSession:
     ) -> None:
         self.inner, self.on_cpu, self._queue = inner, on_cpu, queue
         # what the CPU has a part in must be waited for: its buffers would be used again while copies are under way
-        self._waiting = _run_options()
+        self._waiting = _run_options(inner)
         alone = self.on_cpu == ()
-        self._at_once = _run_options(disable_synchronize_execution_providers="1") if alone else self._waiting
+        self._at_once = _run_options(inner, disable_synchronize_execution_providers="1") if alone else self._waiting
         self._device = (device.type, device.index or 0)
         self._inputs = self.input_names = [i.name for i in self.inner.get_inputs()]
         self._outputs = [o.name for o in self.inner.get_outputs()]
@@ -141,7 +141,7 @@ class OrtSession:
         try:
             if self._shrinks:
                 self._shrinks = False
-                self.inner.run_with_iobinding(io, _run_options(**_SHRINKING))
+                self.inner.run_with_iobinding(io, _run_options(self.inner, **_SHRINKING))
                 return
             if self._queue is None:
                 self.inner.run_with_iobinding(io, self._waiting)
@@ -198,9 +198,12 @@ class OrtSession:
         return on_host
 
 
-def _run_options(**entries: str) -> onnxruntime.RunOptions:
+def _run_options(session: onnxruntime.InferenceSession, **entries: str) -> onnxruntime.RunOptions:
     """To be used for all runs, since each run without any makes some, for a microsecond."""
     options = onnxruntime.RunOptions()
+    if session.get_session_options().log_severity_level == 3:
+        # errors alone: a run's are raised, and would be printed as well
+        options.log_severity_level = 4
     # no graph of GPU kernels is captured; ONNX Runtime 1.31 asks for this entry, and misses it for 30 microseconds
     options.add_run_config_entry("gpu_graph_id", "-1")
     for name, value in entries.items():

@@ -96,6 +96,7 @@ class Machine:
                 self.machine, self.real = machine, RealSession(model, providers=[CPU])
                 machine.made.append((options, dict(providers), kwargs))
                 self.get_inputs, self.get_outputs = self.real.get_inputs, self.real.get_outputs
+                self.get_session_options = self.real.get_session_options
                 if machine.starts == "error":
                     raise RuntimeError("CUDA failure 35: CUDA driver version is insufficient")
 

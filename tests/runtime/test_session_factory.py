@@ -71,6 +71,18 @@ def test_an_optimizer_that_fails_at_a_graph_does_not_keep_it_from_running(never,
     assert ("FuseReluClip" in capfd.readouterr().err) == (not never)
 
 
+@pytest.mark.parametrize(("given", "printed"), [(None, False), ({"log_severity_level": 2}, True)])
+def test_what_a_run_raises_is_printed_for_those_who_ask_for_a_log(given, printed, capfd):
+    model = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["" : 20]>
+        agraph (float[3] x, int64[1] i) => (float[1] y) { y = Gather(x, i) }"""
+    )
+    session = SessionFactory(RuntimeConfig(session_options=given)).session(model.SerializeToString())
+    with pytest.raises(IndexError):
+        session.run([torch.ones(3), torch.tensor([7])], [torch.empty(1)])
+    assert ("out of data bounds" in capfd.readouterr().err) == printed
+
+
 def test_a_session_that_fails_otherwise_is_not_made_again(monkeypatch):
     calls = []
     monkeypatch.setattr(onnxruntime, "InferenceSession", lambda *args, **kwargs: calls.append(1) or _fail())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import onnx_ir as ir
@@ -137,13 +138,35 @@ def sign_is_negative(g: GraphBuilder, value: ir.Value, dtype: torch.dtype, node:
         g: where it is written.
         value: the numbers.
         dtype: of ``value``.
-        node: where it comes from, if that is known. A sum is never -0.0 in torch, but -0.0 and -0.0 make -0.0 in ONNX.
+        node: where it comes from, if that is known. A sum is never -0.0 in torch, but -0.0 and -0.0 make -0.0 in ONNX;
+            and ONNX Runtime's choice of a -0.0 is a 0.0.
     """
+    if isinstance(node, fx.Node) and node.target in _CHOICES and dtype.is_floating_point:
+        return _sign_of_choice(g, dtype, *_CHOICES[node.target](*node.args))
     zero = g.constant(0, dtype)
     if not dtype.is_floating_point or (isinstance(node, fx.Node) and behind_views(node).target in _SUMS):
         return g.op("Less", value, zero)
     is_zero = g.op("Equal", value, zero)
     return g.op("Less", g.op("Where", is_zero, g.op("Reciprocal", value), value), zero)
+
+
+_WHERE = (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
+_CHOICES: dict[Any, Callable[..., tuple[fx.Node, Any, Any]]] = {
+    **dict.fromkeys(_WHERE, lambda condition, a, b: (condition, a, b)),
+    **dict.fromkeys((aten.masked_fill.Scalar, aten.masked_fill.Tensor), lambda x, mask, value: (mask, value, x)),
+}
+"""What chooses, to how its arguments are the condition and what it chooses from."""
+
+
+def _sign_of_choice(g: GraphBuilder, dtype: torch.dtype, condition: fx.Node, a: Any, b: Any) -> ir.Value:
+    chosen = g.cast(g.value(condition), dtype_of(condition), torch.bool)
+    first, second = (
+        sign_is_negative(g, g.operand(x, dtype), dtype, x)
+        if isinstance(x, fx.Node)
+        else g.constant(math.copysign(1, x) < 0, torch.bool)
+        for x in (a, b)
+    )
+    return g.op("Or", g.op("And", chosen, first), g.op("And", g.op("Not", chosen), second))
 
 
 @lowers(aten.signbit.default)
@@ -173,7 +196,7 @@ def assert_metadata(g: GraphBuilder, node: fx.Node, *args: Any, **kwargs: Any) -
     """Settled when the step was traced."""
 
 
-@lowers(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
+@lowers(*_WHERE)
 def where(g: GraphBuilder, node: fx.Node, condition: fx.Node, a: Any, b: Any) -> ir.Value:
     """Where, or cheaper arithmetic for a mask that is repeated, as an attention mask is for each head."""
     out = dtype_of(node)

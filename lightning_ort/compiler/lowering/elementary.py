@@ -243,8 +243,8 @@ def atan2(g: GraphBuilder, node: fx.Node, a: fx.Node, b: fx.Node) -> ir.Value:
     at_corner = g.op("And", *(g.op("Equal", g.op("Abs", v), infinity) for v in (y, x)))
     ratio = g.op("Where", at_origin, zero, g.op("Div", g.op("Abs", y), g.op("Abs", x)))
     angle = _single(g, "Atan", g.op("Where", at_corner, g.constant(1, dtype), ratio), dtype)
-    angle = g.op("Where", sign_is_negative(g, x, dtype), g.op("Sub", pi, angle), angle)
-    return g.op("Where", sign_is_negative(g, y, dtype), g.op("Neg", angle), angle)
+    angle = g.op("Where", sign_is_negative(g, x, dtype, b), g.op("Sub", pi, angle), angle)
+    return g.op("Where", sign_is_negative(g, y, dtype, a), g.op("Neg", angle), angle)
 
 
 @lowers(aten.ldexp.Tensor)
