@@ -83,10 +83,17 @@ def test_that_a_console_script_does_not_wait_for_torch():
 
 def test_that_an_import_registers_the_strategy():
     """Also where another module is run by ``-m``, and where the package is named after ``lightning_ort``."""
-    check = "from lightning.pytorch.strategies import StrategyRegistry as r; print('ort' in r)"
-    for argv in ("['x.py']", "['-m', 'fit']", "['/home/lightning-ort/x.py']", "[]"):
-        code = f"import sys; sys.argv = {argv}; import lightning_ort; {check}"
-        assert python(code=code).stdout == "True\n", argv
+    code = """if True:
+        import os, sys
+        from lightning.pytorch.strategies import StrategyRegistry
+        for sys.argv in (["x.py"], ["-m", "fit"], ["/home/lightning-ort/x.py"], []):
+            if not os.fork():
+                import lightning_ort
+                print("ort" in StrategyRegistry, flush=True)
+                os._exit(0)
+            os.wait()
+    """
+    assert python(code=code).stdout == "True\n" * 4
 
 
 def test_doctor_where_torch_is_broken():

@@ -200,8 +200,8 @@ def scenarios_in(folder: Path) -> dict[str, Any]:
         "finder": finder,
         "reported": reported,
         "memory": memory,
-        "whole": lambda: whole(4),
-        **{f"epoch {n}": partial(resumed, folder, n, n + 1) for n in range(4)},
+        "whole": lambda: whole(3),
+        **{f"epoch {n}": partial(resumed, folder, n, n + 1) for n in range(3)},
     }
 
 
