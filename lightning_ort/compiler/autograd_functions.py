@@ -92,7 +92,8 @@ def _apply(forward: fx.GraphModule, backward: fx.GraphModule, *args: Any, **opti
 
         @staticmethod
         def backward(ctx: Any, *incoming: Any) -> Any:
-            saved = iter(ctx.saved_tensors)
+            # a function that has saved nothing has nothing to be freed: its backward may run again
+            saved = iter(ctx.saved_tensors if checked else ())
             read = [next(saved) if i in checked else x for i, x in enumerate(ctx.others)]
             return run(*incoming, *read)
 

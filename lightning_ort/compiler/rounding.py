@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,22 @@ _UNTAGGED = frozenset([
 _SATURATING = frozenset(["_softmax", "_safe_softmax", "sigmoid", "tanh", "erf"])
 """Operators whose results are 1 only because they have been rounded; what is left of 1 decides about gradients."""
 
+_CENTRED: Mapping[str, Callable[[Any], Sequence[int]]] = {
+    **dict.fromkeys(
+        ["native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update", "native_batch_norm_backward"],
+        lambda args: [d for d in range(args[0].dim()) if d != 1],
+    ),
+    "native_layer_norm": lambda args: range(-len(args[1]), 0),
+    "native_layer_norm_backward": lambda args: range(-len(args[2]), 0),
+    "native_group_norm": lambda args: range(1, args[0].dim()),
+    "native_group_norm_backward": lambda args: range(1, args[0].dim()),
+    **dict.fromkeys(["_softmax_backward_data", "_log_softmax_backward_data"], lambda args: [args[2]]),
+}
+"""Operators that subtract a mean (group norm: one or several), and the dimensions over which that is taken.
+
+What rounds the mean moves all entries in the same direction: their sum, which is zero without rounding, is off by far
+more than the noise of single entries adds up to. The gradient of a bias in front of a batch norm is such a sum."""
+
 _WITH_BUFFERS = frozenset(
     ["native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update", "cudnn_batch_norm"]
 )
@@ -82,8 +98,10 @@ class RoundingNoise(TorchDispatchMode):
         if not isinstance(func, torch._ops.OpOverload) or _is_exact(func):
             return func(*args, **keywords)
         given = [x for x in pytree.tree_leaves((args, keywords)) if isinstance(x, torch.Tensor)]
+        growth = 1.0
         if torch.Tag.pointwise not in func.tags and func._opname not in _UNTAGGED:
-            args = self._noisy_terms(func, args, given)
+            growth = _growth(func, args, given)
+            args = self._noisy_terms(func, args, growth)
         results = func(*args, **keywords)
         storages = {storage_key(x) for x in given if x.layout == torch.strided}
         written = func._schema.is_mutable
@@ -92,11 +110,14 @@ class RoundingNoise(TorchDispatchMode):
                 self._disturb(x, 1.0, everywhere=func._opname in _SATURATING)
                 if func._opname == "_log_softmax":
                     self._disturb_zeros(x)
+        if func._opname in _CENTRED:
+            centred = next(iter(pytree.tree_leaves(results)))
+            if _is_rounded(centred):
+                self._disturb_mean(centred, list(_CENTRED[func._opname](args)), growth)
         return results
 
-    def _noisy_terms(self, func: Any, args: tuple[Any, ...], given: Iterable[torch.Tensor]) -> tuple[Any, ...]:
+    def _noisy_terms(self, func: Any, args: tuple[Any, ...], growth: float) -> tuple[Any, ...]:
         """Arguments of an operator that sums, or divides by what it sums, each with noise of its own."""
-        growth = _growth(func, args, given)
         read = 1 if func._opname in _WITH_BUFFERS else len(args)
 
         def noisy(x: Any) -> Any:
@@ -114,6 +135,18 @@ class RoundingNoise(TorchDispatchMode):
         noise = torch.empty(x.shape, dtype=torch.float64, device=x.device)
         noise.uniform_(-amplitude, amplitude, generator=self._generators[x.device.type])
         x.add_(noise.mul_(x == 0).to(x.dtype))
+
+    def _disturb_mean(self, x: torch.Tensor, dims: Sequence[int], growth: float) -> None:
+        """Move what shares a mean over ``dims`` together, by what one entry of it may be off.
+
+        Sums of 16-bit numbers are formed in float32, but where many entries are about the same, all are rounded alike.
+        """
+        wide = torch.promote_types(x.dtype, torch.float32)
+        size = torch.linalg.vector_norm(x, dim=dims, keepdim=True, dtype=wide)
+        size.mul_(math.sqrt(size.numel() / x.numel()))
+        amplitude = (growth if x.dtype == wide else 1.0) * _UNITS[x.dtype] * torch.finfo(x.dtype).eps / 2
+        noise = torch.empty_like(size).uniform_(-amplitude, amplitude, generator=self._generators[x.device.type])
+        x.copy_(x + noise.mul_(size).nan_to_num_(0.0, 0.0, 0.0))
 
     def _disturb(self, x: torch.Tensor, growth: float, *, everywhere: bool = False) -> torch.Tensor:
         amplitude = growth * _UNITS[x.dtype] * torch.finfo(x.dtype).eps / 2

@@ -286,3 +286,12 @@ def test_a_view_without_gradients_stays_a_view():
     x = torch.ones(3, requires_grad=True)
     y = torch.compile(step, backend="lightning_ort")(x)
     assert y.data_ptr() == x.data_ptr() and not y.requires_grad
+
+
+def test_what_has_saved_nothing_goes_back_twice():
+    """There is nothing that a first ``backward`` would have freed, neither in eager nor here."""
+    x = torch.ones(3, requires_grad=True)
+    y = torch.compile(lambda x: Reversed.apply(x, 0.5), backend="lightning_ort")(x)
+    y.sum().backward()
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, torch.full((3,), -1.0))
