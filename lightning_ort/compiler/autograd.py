@@ -85,9 +85,7 @@ def _arrived(ctx: Any, incoming: Any) -> dict[int, torch.Tensor]:
     """
     arrived = {ctx.positions[p]: g for p, g in enumerate(incoming) if g is not None}
     if arrived:
-        # two nodes of one run may be reached by one backward, whose number torch tells here alone
-        used = ctx.used_before if ctx.used_by == torch._C._current_graph_task_id() else ctx.used
-        if ctx.kept is None or not used.isdisjoint(ctx.kept.used_for(arrived)):
+        if ctx.kept is None or (ctx.used and _is_used_up(ctx, arrived)):
             raise RuntimeError(
                 "Trying to backward through the graph a second time (or directly access saved tensors after they have "
                 "already been freed). Specify retain_graph=True if you need to backward through the graph a second "
@@ -95,6 +93,13 @@ def _arrived(ctx: Any, incoming: Any) -> dict[int, torch.Tensor]:
             )
         ctx.kept.check(arrived)
     return arrived
+
+
+def _is_used_up(ctx: Any, arrived: Collection[int]) -> bool:
+    """Whether an earlier backward has used what gradients at these outputs need."""
+    # two nodes of one run may be reached by one backward, whose number torch tells here alone
+    used = ctx.used_before if ctx.used_by == torch._C._current_graph_task_id() else ctx.used
+    return not used.isdisjoint(ctx.kept.used_for(arrived))
 
 
 def _take_kept(ctx: Any, arrived: Collection[int]) -> tuple[Kept, bool]:
@@ -106,10 +111,14 @@ def _take_kept(ctx: Any, arrived: Collection[int]) -> tuple[Kept, bool]:
     kept: Kept = ctx.kept
     keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
     if not keeps:
+        used = kept.used_for(arrived)
+        if used and len(ctx.positions) == 1 and not ctx.apart:
+            ctx.kept = None
+            return kept, keeps
         task = torch._C._current_graph_task_id()
         if ctx.used_by != task:
             ctx.used_before, ctx.used_by = ctx.used, task
-        ctx.used |= kept.used_for(arrived)
+        ctx.used |= used
         if not ctx.apart and all(not ctx.used.isdisjoint(kept.used_for([output])) for output in ctx.positions.values()):
             ctx.kept = None
     return kept, keeps

@@ -121,8 +121,11 @@ class Kept:
 
     def used_for(self, outputs: Collection[int]) -> frozenset[int]:
         """What gradients that arrive at ``outputs`` use up in eager, see :class:`EagerGraph`."""
-        used, *others = [self._keeping.eager.used[output] for output in outputs]
-        return used.union(*others) if others else used
+        used = self._keeping.eager.used
+        if len(outputs) == 1:  # a loss, in each step
+            (output,) = outputs
+            return used[output]
+        return frozenset[int]().union(*[used[output] for output in outputs])
 
     def reads_outputs(self, outputs: Collection[int], changed: Collection[int]) -> bool:
         """Whether eager's gradients at ``outputs`` read one of the outputs that were ``changed``."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
+import onnx_ir as ir
 import pytest
 import torch
 import torch.nn.functional as F
-from graph_harness import Case, check
+from graph_harness import Case, Lowered, check, op_types
+from onnxruntime import InferenceSession
 from torch import Tensor, randint, randn
 
 from lightning_ort.compiler import ORTBackend
+from lightning_ort.compiler.lowering import LOWERINGS, GraphBuilder, NotLowered
+from lightning_ort.compiler.passes import optimize
 
 
 def one(*shape: int):
@@ -200,3 +205,38 @@ def test_sums_of_equal_numbers(name: str) -> None:
         x = torch.full(shape, value)
         exact = function(x.double())
         torch.testing.assert_close(compiled(x).double(), exact, rtol=2e-5, atol=1e-9)
+
+
+def biases(x: Tensor) -> list[Tensor]:
+    return [x.sin().sum(0), (x[:, :2] * 2).sum(0), x.flatten().sum()]
+
+
+def test_sums_over_the_same_rows_share_what_they_multiply_with() -> None:
+    types = op_types(check(Case("biases", biases, one(3), gradients=False)))
+    assert types.count("MatMul") == 2 and types.count("Expand") == types.count("Shape") == 1
+
+
+def test_what_is_taken_back_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator that is refused after it has written a row of ones; the next one writes its own."""
+    packet = torch.ops.aten.sum.dim_IntList
+    write = LOWERINGS[packet]
+
+    def refuse(*args, **kwargs):
+        write(*args, **kwargs)
+        raise NotLowered("by the test")
+
+    traced, g = Lowered(Case("biases", biases, one(3), gradients=False)).traced, GraphBuilder()
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            g.add_input(node)
+        elif node.op == "call_function":
+            with monkeypatch.context() as patched:
+                patched.setitem(LOWERINGS, packet, refuse)
+                with contextlib.suppress(NotLowered):
+                    g.lower(node)
+            if not g.knows(node):
+                g.lower(node)
+    model = ir.to_proto(optimize(g.model(traced.outputs))).SerializeToString()
+    x = randn(5, 3)
+    for got, expected in zip(InferenceSession(model).run(None, {g.inputs[0].name: x.numpy()}), biases(x), strict=True):
+        torch.testing.assert_close(torch.from_numpy(got), expected)

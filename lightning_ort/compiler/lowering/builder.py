@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -65,6 +65,7 @@ class GraphBuilder:
         self.compact: dict[fx.Node, ir.Value] = {}
         """Smaller values that broadcast to the value of a node; element-wise operators can do with those."""
         self._constants: dict[Any, ir.Value] = {}
+        self._shared: dict[Hashable, ir.Value] = {}
         self._checks: list[ir.Value] = []
         self.accepted: dict[str, str] = {}
         """The positions that an fx node accepts, by its name, for the error of a run that has others.
@@ -115,6 +116,7 @@ class GraphBuilder:
             self._values[node] = function(self, node, *node.args, **node.kwargs)
         except (NotLowered, TypeError) as error:
             del self.nodes[written:], self._checks[checks:]
+            self._shared = {key: value for key, value in self._shared.items() if value.producer() in self.nodes}
             if isinstance(error, TypeError) and any(is_number(n) for n in node.all_input_nodes):
                 # a number that is computed from sizes where a constant is needed
                 raise NotLowered(f"{node.target} with a number that changes") from error
@@ -233,6 +235,12 @@ class GraphBuilder:
         if key not in self._constants:
             self._constants[key] = self._initializer(array, f"const_{len(self._constants)}")
         return self._constants[key]
+
+    def shared(self, key: Hashable, write: Callable[[], ir.Value]) -> ir.Value:
+        """What ``write`` writes, once for all operators that ask for the same ``key``."""
+        if key not in self._shared:
+            self._shared[key] = write()
+        return self._shared[key]
 
     def ints(self, data: Sequence[int]) -> ir.Value:
         """A constant int64 vector."""

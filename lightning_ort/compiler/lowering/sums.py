@@ -66,7 +66,8 @@ def summed(
         blocks = g.op("Reshape", matrix, g.ints([height // stage, stage, width]))
         matrix, height = g.op("MatMul", _ones(g, stage, dtype), blocks), height // stage
     if height is None:
-        ones = g.op("Expand", g.constant(1, dtype), g.op("Shape", matrix, start=0, end=1))
+        key = ("ones", str(math.prod(lead)), dtype)
+        ones = g.shared(key, lambda: g.op("Expand", g.constant(1, dtype), g.op("Shape", matrix, start=0, end=1)))
     else:
         ones = _ones(g, height, dtype)
     total = g.op("MatMul", ones, matrix)
@@ -111,7 +112,8 @@ def _in_stages(
     counted = [sizes[axis] for axis in axes]
     count = math.prod(counted) if all(isinstance(size, int) for size in counted) else None
     *others, last = axes
-    if dtype != torch.float32 or (count is not None and count <= _LONGEST) or (count is None and not others):
+    several = sum(not (isinstance(size, int) and size == 1) for size in counted) > 1
+    if dtype != torch.float32 or (count is not None and count <= _LONGEST) or (count is None and not several):
         return g.op(op_type, value, g.ints(axes), keepdims=int(keepdim))
     if count is not None and len(axes) == len(sizes):
         flat = g.op("Reshape", value, g.ints([-1, _stage(count)]))
