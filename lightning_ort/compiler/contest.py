@@ -197,6 +197,8 @@ class Contest(Generic[Unit]):
         hopeless = {"torch"} if seconds["eager"] > _PROMISING * seconds["onnxruntime"] else set()
         for name, make in self._rivals.items():
             if name not in hopeless:
+                if is_long:
+                    release_free_memory()  # of those before, so that not all have theirs at a time
                 # what ONNX Runtime can and another cannot is no reason to stop
                 try:
                     made = make()

@@ -27,6 +27,7 @@ from lightning_ort.compiler.reference import ForkedRNG, rehearsal
 from lightning_ort.compiler.trace import Derivative, fake_inputs
 from lightning_ort.report import timeline
 from lightning_ort.runtime.factory import SessionFactory
+from lightning_ort.runtime.memory import release_free_memory
 
 __all__ = ["Region"]
 
@@ -210,21 +211,9 @@ class Region:
 
     def _compare(self, contest: Contest, args: Sequence[Any]) -> None:
         """Run what there is and its rivals on real inputs, without any effect, and keep the fastest."""
-        unit = self._loss or self._pair or self._plain
-        assert unit is not None
         timeline.spoil()
         began = time.perf_counter()
-        with ForkedRNG(self.device):
-            inputs, incoming = self._inputs(args), self._ones(unit, args)
-            tangents = [g for g in incoming.values() if g is not None]
-            eager = rehearsal(self.graph, args, incoming, self.wanted, changed=self._changed)
-            found = contest.settle(
-                unit,
-                lambda other: other.rehearse(inputs, tangents),
-                eager,
-                _shrink,
-                eager_counts=self.scaling is None,
-            )
+        found = self._settled(contest, args)
         if found is None:
             return
         self._contest = None
@@ -234,6 +223,22 @@ class Region:
             self._stay(choice, seconds)
         else:
             self._choose(chosen, choice, seconds)
+        release_free_memory()  # that of the others
+
+    def _settled(self, contest: Contest, args: Sequence[Any]) -> tuple[Executable | Pair | None, Choice] | None:
+        unit = self._loss or self._pair or self._plain
+        assert unit is not None
+        with ForkedRNG(self.device):
+            inputs, incoming = self._inputs(args), self._ones(unit, args)
+            tangents = [g for g in incoming.values() if g is not None]
+            eager = rehearsal(self.graph, args, incoming, self.wanted, changed=self._changed)
+            return contest.settle(
+                unit,
+                lambda other: other.rehearse(inputs, tangents),
+                eager,
+                _shrink,
+                eager_counts=self.scaling is None,
+            )
 
     def _ones(self, unit: Executable | Pair, args: Sequence[Any]) -> dict[int, torch.Tensor | None]:
         """Gradients as they could arrive, by output number."""

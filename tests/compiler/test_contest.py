@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from functools import partial
 
 import onnxruntime
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ort import ORTStrategy
 from lightning_ort.cli import main
-from lightning_ort.compiler import ORTBackend, compilation, contest
+from lightning_ort.compiler import ORTBackend, compilation, contest, region
 from lightning_ort.compiler.contest import MEMORY, Choice, Key, race
 from lightning_ort.compiler.functional_graph import Untraceable
 from lightning_ort.compiler.global_state import Surroundings
@@ -552,6 +553,24 @@ def test_released_memory():
     assert step(x).item() == first
     assert held - resident() > 100
     assert step(x).item() == first
+
+
+@pytest.mark.parametrize(("fastest", "left"), [("torch", ["torch"]), ("eager", [])])
+def test_nothing_is_left_of_the_others_when_their_memory_is_given_back(races, monkeypatch, fastest, left):
+    table, _ = races
+    table[fastest] = 0.5
+    made, alive = weakref.WeakSet(), []
+    make = compilation.Compilation.make
+
+    def watched(*args, **options):
+        unit = make(*args, **options)
+        made.add(unit)
+        return unit
+
+    monkeypatch.setattr(compilation.Compilation, "make", watched)
+    monkeypatch.setattr(region, "release_free_memory", lambda: alive.append([unit.executor for unit in made]))
+    trained(loss_of, BATCHES)
+    assert alive == [left]
 
 
 def test_choice():
