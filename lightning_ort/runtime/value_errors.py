@@ -29,14 +29,14 @@ def refusal(error: Exception, places: Mapping[str, str]) -> RefusedValueError | 
 
     Args:
         error: what ONNX Runtime raised.
-        places: beginning of the names of ONNX nodes, up to a slash or a colon, to a description for users.
+        places: names of ONNX nodes, or their beginning up to a slash or a colon, to a description for users.
     """
     found = _NODE.search(str(error))
     if found is None:
         return None
     name, status = found.groups()
     scope, is_assertion, requirement = name.partition(": ")
-    place = places.get(scope.split("/")[0], f"the node {scope!r} of the graph")
+    place = places.get(scope) or places.get(scope.split("/")[0], f"the node {scope!r} of the graph")
     if is_assertion:
         return RefusedValueError(f"{requirement.removesuffix('.')}: in {place}. Nothing was updated.")
     if not _OUT_OF_RANGE.search(status):

@@ -15,6 +15,7 @@ from orttrainer_models import batches, make
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from lightning_ort import RefusedValueError
 from lightning_ort.ondevice import (
     CheckpointState,
     LinearLRScheduler,
@@ -227,6 +228,20 @@ def test_inputs_that_do_not_fit_change_nothing(written, inputs, error, message):
         module(*inputs(*arrays(1)))
     np.testing.assert_array_equal(state.parameters["fc3.bias"].grad, gradient)
     assert optimizer.step_count == 0
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_label_that_is_no_class_is_refused_by_the_name_of_the_input(written, steps):
+    state, module, _ = opened(written)
+    for _ in range(steps):
+        module(*arrays())
+        module.lazy_reset_grad()
+    before = {name: p.data for name, p in state.parameters}
+    x, labels = arrays()
+    for label in (-3, 16):
+        with pytest.raises(RefusedValueError, match=r"label.* is out of range .* come from the input 'labels'"):
+            module(x, np.where(np.arange(len(labels)) == 1, label, labels))
+    assert all(np.array_equal(p.data, before[name]) for name, p in state.parameters)
 
 
 def test_steps_in_the_wrong_order_are_refused(written):

@@ -13,7 +13,7 @@ from onnx import helper
 from onnx_text import floats, parse
 
 from lightning_ort import GradientGraphBuilder, TrainingParameters, TrainingSession, UnsupportedError
-from lightning_ort.errors import MismatchError
+from lightning_ort.errors import MismatchError, RefusedValueError
 from lightning_ort.training_session import generated_run, gradient_graph, graph
 from lightning_ort.verification import Mismatch
 
@@ -112,6 +112,17 @@ def test_a_graph_is_compared_once_and_gives_the_same_with_and_without(monkeypatc
     assert len(calls) == len(set(map(id, calls))) == 2
     state, other = checked.get_state(), unchecked.get_state()
     assert all(np.array_equal(state[n], other[n]) for n in other)
+
+
+@pytest.mark.parametrize("runs", [0, 1])
+def test_a_label_that_is_no_class_is_refused_by_the_name_of_the_input(runs: int) -> None:
+    trained = session()
+    for _ in range(runs):
+        trained.run(None, FEED | {"Learning_Rate": [0.1]})
+    before = trained.get_state()
+    with pytest.raises(RefusedValueError, match=r"label.* is out of range .* come from the input 't'"):
+        trained.run(None, FEED | {"Learning_Rate": [0.1], "t": np.array([0, 1, 7, 3, 3, 0])})
+    assert all(np.array_equal(x, before[name]) for name, x in trained.get_state().items())
 
 
 def test_a_difference_that_other_weights_do_not_show_is_forgiven_once(monkeypatch: pytest.MonkeyPatch) -> None:

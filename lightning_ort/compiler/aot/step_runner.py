@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -17,6 +17,9 @@ from lightning_ort.runtime.providers.cpu import has_training_kernels
 from lightning_ort.runtime.tensors import NUMPY, TORCH
 
 __all__ = ["StepRunner"]
+
+_INDEXING = {"Gather", "GatherElements", "GatherND", "ScatterElements", "ScatterND"}
+"""Operators whose second input holds positions."""
 
 _SMALL = 1 << 14
 """Bytes up to which a tensor is copied to and from memory that stays bound: quicker than binding it where it is."""
@@ -57,7 +60,13 @@ class StepRunner:
             sessions = sessions.with_options(enable_mem_pattern=True)
         model = with_training_kernels(graph.model) if has_training_kernels() else graph.model
         serialized = ir.to_proto(model).SerializeToString()
-        self._session = sessions.session(serialized, double=double, small=small, extreme=has_extreme_factor(model))
+        self._session = sessions.session(
+            serialized,
+            double=double,
+            small=small,
+            extreme=has_extreme_factor(model),
+            places=_places(model.graph, {i.name for i in graph.inputs}),
+        )
         self.session = self._session.inner
         self._infos = {i.name: i for i in graph.inputs}
         self._order = self._session.input_names
@@ -160,6 +169,26 @@ class StepRunner:
             reads=[numbers[n] if n in numbers else self._tensors[self.graph.tensors[n]] for n in self._order],
             writes=[places[n] if n in places else self._fixed[n] for n, _ in self._outputs],
         )
+
+
+def _places(graph: ir.Graph, inputs: Collection[str]) -> dict[str, str]:
+    """Name of each node that reads positions to where they come from, for errors about values."""
+    places: dict[str, str] = {}
+    for node in graph:
+        if node.op_type not in _INDEXING or node.domain:
+            continue
+        pending, seen = [node.inputs[1]], set()
+        while pending:
+            value = pending.pop()
+            if value is not None and value not in seen:
+                seen.add(value)
+                producer = value.producer()
+                pending += producer.inputs if producer is not None else ()
+        found = sorted(str(v.name) for v in seen if v.is_graph_input() and v.name in inputs)
+        if found:
+            named = f"input{'s' * (len(found) > 1)} {', '.join(map(repr, found))}"
+            places[str(node.name)] = f"the node {str(node.name)!r} of the graph, whose indices come from the {named}"
+    return places
 
 
 class _Plan:
