@@ -235,6 +235,16 @@ FOUND = {
         """,
         [Case(6), Case(5), Case(4)],
     ),
+    "a sign that another part of the step has chosen": (
+        """
+        t0 = x.flatten()[:12]
+        t1 = t0.mean(0)
+        t2 = torch.sort(t0, dim=-1)[0]
+        t4 = F.pad(t2, (1, 2))
+        t3 = (torch.copysign(t4, t1.nan_to_num()) * 0.3).tanh().sum() + t4.mean()
+        """,
+        [Case(5), Case(5)],
+    ),
 }
 
 

@@ -142,7 +142,10 @@ def sign_is_negative(g: GraphBuilder, value: ir.Value, dtype: torch.dtype, node:
             and ONNX Runtime's choice of a -0.0 is a 0.0.
     """
     if isinstance(node, fx.Node) and node.target in _CHOICES and dtype.is_floating_point:
-        return _sign_of_choice(g, dtype, *_CHOICES[node.target](*node.args))
+        choice = _CHOICES[node.target](*node.args)
+        # another part of the step may have chosen, and hand over the result alone
+        if all(g.knows(x) for x in choice if isinstance(x, fx.Node)):
+            return _sign_of_choice(g, dtype, *choice)
     zero = g.constant(0, dtype)
     if not dtype.is_floating_point or (isinstance(node, fx.Node) and behind_views(node).target in _SUMS):
         return g.op("Less", value, zero)
