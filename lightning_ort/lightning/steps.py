@@ -5,19 +5,22 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
+from lightning_ort.compiler.autograd import hand_out, node_of_loss
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.lightning.compiled import CompiledMethods
 from lightning_ort.lightning.logged import LogRecorder, logged_so_far, results_stay
-from lightning_ort.lightning_packages import everywhere, package_of, pl
+from lightning_ort.lightning.precision import ORTPrecision
+from lightning_ort.lightning_packages import everywhere, overrides, package_of, pl
 from lightning_ort.report import Report
 
 __all__ = ["CompiledSteps"]
@@ -55,6 +58,7 @@ class CompiledSteps(CompiledMethods):
         own["__deepcopy__"] = _deepcopy_without(own, module, self._recorder)
         self._patches: list[Patch] = [(module.__dict__, own), *_metric_patches(module, self._recorder)]
         self._trainer_patches: list[Patch] = []
+        self._plain_backward, self._loss_node = False, None
         self._optimizers: list[Optimizer] = []
         self._optimizer_patches: dict[int, tuple[Any, Namespace]] = {}
 
@@ -103,6 +107,35 @@ class CompiledSteps(CompiledMethods):
             step = torch.compiler.disable(_step_of(optimizer, own), reason="updates are no part of a graph")
             known = self._optimizer_patches[id(optimizer)] = own, {"step": step}
         return optimizer.__dict__, known[1]
+
+    def expect_backward(self, precision: Any) -> None:
+        """A fit begins: find out whether its backward, as ``precision`` has it, is torch's and nothing more."""
+        module, trainer = cast(Any, self.module), cast(Any, self._trainer)
+        hooked = [x for x in (module, *trainer.callbacks) if overrides("on_before_backward", x)]
+        plain = [*everywhere("plugins.precision:Precision"), ORTPrecision]
+        self._plain_backward = (
+            module.automatic_optimization
+            and not hooked
+            and not overrides("backward", module)
+            and type(precision).backward in [kind.backward for kind in plain]
+            and getattr(precision, "scaling", None) is None
+            and not any(isinstance(m, DistributedDataParallel) for m in module.modules())
+        )
+
+    def note_loss(self, output: Any) -> None:
+        """Remember what computed the loss that the training step has given, for :meth:`hand_out`.
+
+        Not where something of the user's may wait for gradients on their way. Nothing that a step does in one graph
+        can, but for hooks, which the tensors show that have them.
+        """
+        step = self.report.step("training_step")
+        if self._plain_backward and not (step.graph_breaks or step.in_torch or "backward" in vars(self.module)):
+            self._loss_node = node_of_loss(output.get("loss") if isinstance(output, Mapping) else output)
+
+    def hand_out(self, loss: torch.Tensor) -> bool:
+        """Do what ``loss.backward()`` would, without torch's engine, if that is possible; whether it was."""
+        node, self._loss_node = self._loss_node, None
+        return node is not None and hand_out(loss, node)
 
     def compile_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure that a step passes to an optimizer, which calls it outside of all graphs, compiled by itself.

@@ -195,6 +195,12 @@ class ORTStrategy(EngineOptions, OnDevices):
         return {**super().__getstate__(), "_steps": None, "_trainer": None}
 
     @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self._steps is not None
+        self._steps.expect_backward(self.precision_plugin)
+
+    @override
     def on_train_end(self) -> None:
         super().on_train_end()
         self._tell_report()
@@ -270,7 +276,13 @@ class ORTStrategy(EngineOptions, OnDevices):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call("training_step", self.precision_plugin.train_step_context(), *args, **kwargs)
+        output = self._call("training_step", self.precision_plugin.train_step_context(), *args, **kwargs)
+        if (
+            self.model is self.lightning_module
+        ):  # with several devices, what reduces gradients waits for them in autograd
+            assert self._steps is not None
+            self._steps.note_loss(output)
+        return output
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -300,6 +312,20 @@ class ORTStrategy(EngineOptions, OnDevices):
         result = super().optimizer_step(optimizer, self._steps.compile_closure(closure), model, **kwargs)
         timeline.update_ends(began)
         return result
+
+    @override
+    def backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        module, steps = self.lightning_module, self._steps
+        assert module is not None and steps is not None
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        if not steps.hand_out(closure_loss):
+            self.precision_plugin.backward(closure_loss, module, optimizer)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
 
     @override
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
