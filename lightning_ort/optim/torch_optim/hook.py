@@ -16,6 +16,7 @@ from lightning_ort.optim.kinds import unwrapped
 from lightning_ort.optim.optimizers import Lamb
 from lightning_ort.optim.torch_optim.members import InTorch
 from lightning_ort.optim.torch_optim.stepper import OptimizerStepper, why_not
+from lightning_ort.optim.torch_optim.threads import UpdateThreads, may_take_fewer
 from lightning_ort.report import InTorch as Entry
 from lightning_ort.report import OptimizerReport, Report
 from lightning_ort.runtime.config import RuntimeConfig
@@ -69,29 +70,51 @@ class StepHook:
         previous = _PRESENT.get(optimizer, lambda: None)()
         if previous is not None:  # of another strategy: two would make two updates
             previous.remove()
-        self._handle = optimizer.register_step_pre_hook(self._before_step)
+        self._threads, self._fewer = UpdateThreads(), (-1, False)
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
         _PRESENT[optimizer] = weakref.ref(self)
 
     def remove(self) -> None:
         """Leave the updates to torch from now on."""
-        self._handle.remove()
+        self._threads.end()
+        for handle in self._handles:
+            handle.remove()
 
     # the update and what it calls are no part of a step's graph
     @torch.compiler.disable
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._stepper is None or not self._chosen():
+        in_torch = self._stepper is None or not self._chosen()
+        if in_torch:
             self.report.in_torch += 1
-            return None
+            if not self._may_take_fewer():
+                return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
 
         def closure_and_update() -> Any:
             result = None if closure is None else closure()
-            if self._update():
+            if in_torch:
+                self._threads.begin()
+            elif self._update():
                 optimizer.param_groups = _Updated(optimizer)
             return result
 
         rest = {key: value for key, value in kwargs.items() if key != "closure"}
         return (args[0], closure_and_update, *args[2:]), rest
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._threads.end() and (times := self._threads.milliseconds) is not None:
+            one, many = (f"{times[key]:.2g} ms" for key in (True, False))
+            reason = f"its kernel was faster on one thread, and stays there ({one}; on all {many})"
+            self.report.reasons.append(Entry(self.report.name, reason, ""))
+
+    def _may_take_fewer(self) -> bool:
+        groups = len(self.optimizer.param_groups)
+        if self._fewer[0] != groups:
+            self._fewer = groups, may_take_fewer(self.optimizer)
+        return self._fewer[1]
 
     def _chosen(self) -> bool:
         if self._mode == "ort":

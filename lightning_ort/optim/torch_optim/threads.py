@@ -1,0 +1,86 @@
+"""How many threads torch's own update of an optimizer takes: one, where that is measured to be faster."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch.optim import Optimizer
+
+__all__ = ["UpdateThreads", "may_take_fewer"]
+
+_FIRST = 2
+"""updates that are not measured: states are made in them, and threads started"""
+_MEASURED = 8
+"""updates that are, with each number of threads"""
+
+
+def may_take_fewer(optimizer: Optimizer) -> bool:
+    """Whether torch makes the updates of ``optimizer`` by fused kernels on the CPU.
+
+    Those wait for all threads at each tensor, however small: some microseconds, and as many milliseconds where other
+    programs have the cores. They compute each element by itself, so that the number of threads changes no bit.
+    """
+    groups = optimizer.param_groups
+    on_cpu = all(p.device.type == "cpu" for group in groups for p in group["params"])
+    return on_cpu and bool(groups) and all(group.get("fused") for group in groups)
+
+
+class UpdateThreads:
+    """Measures updates with one thread and with all in turns, and keeps to what was faster.
+
+    Args:
+        clock: seconds that have passed.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._times: dict[bool, list[float]] = {True: [], False: []}
+        self._updates = 0
+        self._one: bool | None = None
+        # of the update that runs: threads to go back to, and whether it has but one
+        self._before: int | None = None
+        self._running = False
+        self._began = 0.0
+
+    @property
+    def milliseconds(self) -> dict[bool, float] | None:
+        """The median time of an update with one thread, and with all; ``None`` before that is known."""
+        if self._one is None:
+            return None
+        return {one: 1e3 * statistics.median(times) for one, times in self._times.items()}
+
+    def begin(self) -> None:
+        """The update begins, all that comes before it is done."""
+        self.end()  # the last one may have raised
+        threads = torch.get_num_threads()
+        if threads == 1:
+            return
+        self._running = self._one if self._one is not None else self._updates % 2 == 0
+        self._before = threads
+        if self._running:
+            torch.set_num_threads(1)
+        self._began = self._clock()
+
+    def end(self) -> bool:
+        """The update is made, or will not be: torch has the threads again that it had before.
+
+        Returns:
+            Whether one thread has just turned out to be faster.
+        """
+        if self._before is None:
+            return False
+        seconds, threads, self._before = self._clock() - self._began, self._before, None
+        if self._running:
+            torch.set_num_threads(threads)
+        if self._one is not None:
+            return False
+        self._updates += 1
+        if self._updates > _FIRST:
+            self._times[self._running].append(seconds)
+        if min(map(len, self._times.values())) == _MEASURED:
+            one, many = (statistics.median(self._times[one]) for one in (True, False))
+            self._one = one < many
+        return self._one is True

@@ -1,0 +1,111 @@
+"""Updates by torch's fused kernels on fewer threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn, optim
+
+from lightning_ort.optim.torch_optim import StepHook
+from lightning_ort.optim.torch_optim.threads import UpdateThreads, may_take_fewer
+from lightning_ort.report import OptimizerReport
+from lightning_ort.runtime.config import RuntimeConfig
+
+pytestmark = pytest.mark.stock_only
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+class Clock:
+    """Updates take ``one`` seconds on one thread and ``many`` on several."""
+
+    def __init__(self, one, many):
+        self.now, self.one, self.many = 0.0, one, many
+
+    def __call__(self):
+        self.now += self.one if torch.get_num_threads() == 1 else self.many
+        return self.now
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(("one", "many", "stays"), [(1.0, 2.0, 1), (2.0, 1.0, 2), (1.0, 1.0, 2)])
+def test_what_is_faster_stays(one, many, stays):
+    threads = UpdateThreads(Clock(one, many))
+    used, told = [], []
+    for _ in range(30):
+        threads.begin()
+        used.append(torch.get_num_threads())
+        told.append(threads.end())
+        assert torch.get_num_threads() == 2
+    assert used[:4] == [1, 2, 1, 2]
+    assert set(used[20:]) == {stays}
+    assert sum(told) == (stays == 1)
+    assert threads.milliseconds is not None
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_an_update_that_raises_gives_the_threads_back():
+    threads = UpdateThreads(Clock(1.0, 2.0))
+    threads.begin()
+    assert torch.get_num_threads() == 1
+    threads.begin()  # the next one, without an end
+    threads.end()
+    assert torch.get_num_threads() == 2
+
+
+def trained(kind, hooked, steps=25, **settings):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(67, 129), nn.Tanh(), nn.Linear(129, 3))  # no sizes that are whole vectors
+    optimizer = kind(net.parameters(), lr=0.01, fused=True, **settings)
+    report = OptimizerReport("of the test")
+    if hooked:
+        hook = StepHook(
+            optimizer, "auto", RuntimeConfig(), verify=True, refuse=False, report=report, announce=lambda text: None
+        )
+        if hooked == "fewer":
+            hook._threads._clock = Clock(1.0, 2.0)
+    x = torch.randn(32, 67)
+
+    def closure():
+        assert torch.get_num_threads() == 2
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure).item() for _ in range(steps)]
+    assert torch.get_num_threads() == 2
+    return losses, net.state_dict(), report
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (optim.AdamW, {"weight_decay": 0.1}),
+        (optim.Adam, {"amsgrad": True}),
+        (optim.SGD, {"momentum": 0.9}),
+        (optim.Adagrad, {}),
+    ],
+)
+def test_threads_change_no_bit(kind, settings):
+    losses, weights, _ = trained(kind, None, **settings)
+    others, found, report = trained(kind, "fewer", **settings)
+    assert losses == others
+    assert all(torch.equal(found[name], value) for name, value in weights.items())
+    assert any("faster on one thread" in entry.reason for entry in report.reasons)
+
+
+def test_who_may_take_fewer():
+    p = [nn.Parameter(torch.ones(3))]
+    assert may_take_fewer(optim.AdamW(p, fused=True))
+    assert not may_take_fewer(optim.AdamW(p))
+    assert not may_take_fewer(optim.SGD(p, lr=0.1, foreach=True))
+    mixed = optim.AdamW([{"params": p}, {"params": [nn.Parameter(torch.ones(2))], "fused": True}])
+    assert not may_take_fewer(mixed)
