@@ -16,7 +16,7 @@ from lightning_ort.compiler.symbolic_shapes import is_number
 from lightning_ort.compiler.trace import Traced
 from lightning_ort.runtime.memory import storage_key
 
-__all__ = ["Keeping", "Kept", "before_write", "in_torch"]
+__all__ = ["Keeping", "Kept", "before_update", "before_write", "in_torch"]
 
 
 @dataclasses.dataclass
@@ -190,6 +190,12 @@ def before_write(tensors: Iterable[torch.Tensor]) -> None:
         storages = {storage_key(x) for x in tensors}
         for kept in list(_SEALED):
             kept.before_write(storages)
+
+
+def before_update(optimizer: torch.optim.Optimizer) -> None:
+    """The same for what ``optimizer`` is about to change."""
+    if _SEALED:
+        before_write([p for group in optimizer.param_groups for p in group["params"]])
 
 
 def in_torch(graph: fx.GraphModule) -> Callable[..., Any]:

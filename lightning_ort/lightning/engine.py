@@ -15,6 +15,7 @@ from lightning_ort.validation import choice, flag
 
 if TYPE_CHECKING:
     import onnxruntime
+    from torch.optim import Optimizer
 
     from lightning_ort.compiler.backend import ORTBackend
     from lightning_ort.compiler.loss_scale import LossScaling
@@ -70,6 +71,12 @@ class EngineOptions:
         from lightning_ort.runtime.providers import resolve
 
         resolve(device, self._config.providers, self._config.provider_options)
+
+    def _before_update(self, optimizer: Optimizer) -> None:
+        """Let steps copy what gradients of further losses will need, which may be asked for after this update."""
+        from lightning_ort.compiler.kept import before_update
+
+        before_update(optimizer)
 
     def report(self) -> Report:
         """What ran where so far: per step function its graphs, recompilations, graph breaks, fallbacks, seconds."""

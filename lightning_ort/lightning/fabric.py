@@ -143,6 +143,11 @@ class ORTFabricStrategy(EngineOptions, Devices):
         self._hooked_optimizers.attach_for_good(optimizer)
         return optimizer
 
+    @override
+    def optimizer_step(self, optimizer: Optimizer, **kwargs: Any) -> Any:  # type: ignore[override]
+        self._before_update(optimizer)
+        return super().optimizer_step(optimizer, **kwargs)
+
     def name_of(self, module: torch.nn.Module) -> str:
         """What the report calls ``module``: its class, with a number from the second one of that class on."""
         name = type(module).__name__

@@ -307,7 +307,9 @@ class ORTStrategy(EngineOptions, OnDevices):
     ) -> Any:
         # Inside of a manual-optimization step Dynamo would take the update into the graph, where it comes out
         # differently in the last digits; what the closure computes belongs into a graph all the same.
-        assert self._steps is not None
+        assert self._steps is not None and self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization:
+            self._before_update(optimizer)
         began = time.perf_counter()
         result = super().optimizer_step(optimizer, self._steps.compile_closure(closure), model, **kwargs)
         timeline.update_ends(began)

@@ -270,6 +270,39 @@ def test_two_models_and_two_optimizers():
     assert [(o.in_ort, o.in_torch) for o in report.optimizers] == [(STEPS, 0)] * 2
 
 
+class TwoHeads(nn.Module):
+    """The second result is computed from the first layer, and is no function of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.critic = nn.Linear(12, 8), nn.Linear(8, 5), nn.Linear(8, 1)
+
+    def forward(self, x):
+        hidden = self.body(x).tanh()
+        return self.head(hidden), self.critic(hidden.detach())
+
+
+def test_updates_between_backward_calls():
+    def train(strategy: Any) -> Any:
+        fabric = fabric_of(strategy)
+        heads = TwoHeads()
+        optimizers = sgd(nn.ModuleList([heads.body, heads.head])), sgd(heads.critic)
+        model, *optimizers = fabric.setup(heads, *optimizers)
+        for x, y in batches(fabric):
+            classes, value = model(x)
+            losses = F.cross_entropy(classes, y), (value - 1).square().mean()
+            for optimizer, loss in zip(optimizers, losses, strict=True):
+                optimizer.zero_grad()
+                fabric.backward(loss)
+                optimizer.step()
+        return fabric, model.state_dict()
+
+    _, wanted = train("auto")
+    fabric, found = train("ort")
+    assert distance(found, wanted) <= SINGLE
+    assert_in_ort(fabric, "TwoHeads.forward")
+
+
 def frozen() -> nn.Module:
     module = Images()
     module.conv.requires_grad_(False)

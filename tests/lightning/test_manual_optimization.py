@@ -221,6 +221,37 @@ def test_two_backward_calls():
     assert_fit_parity(TwoLosses, curve)
 
 
+class UpdatesBetween(Regressor):
+    """The losses come first. The update by one changes what the other was computed from and needs no gradient of."""
+
+    def __init__(self, lr: float = 0.01) -> None:
+        super().__init__(lr)
+        self.automatic_optimization = False
+        self.critic = nn.Linear(16, 1)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        hidden = self.body(x)
+        prediction = self.head(hidden)
+        loss = F.mse_loss(prediction, y)
+        of_critic = F.mse_loss(self.critic(hidden.detach()), (prediction - y).detach().abs())
+        actor, critic = self.optimizers()
+        actor.zero_grad()
+        self.manual_backward(loss)
+        actor.step()
+        critic.zero_grad()
+        self.manual_backward(of_critic)
+        critic.step()
+
+    def configure_optimizers(self):
+        actor = torch.optim.Adam([*self.body.parameters(), *self.head.parameters()], lr=self.hparams.lr)
+        return actor, torch.optim.SGD(self.critic.parameters(), lr=0.05)
+
+
+def test_updates_between_backward_calls():
+    assert_fit_parity(UpdatesBetween, curve)
+
+
 class GradientPenalty(GAN):
     """WGAN-GP: the penalty differentiates a gradient once more."""
 
