@@ -24,6 +24,7 @@ from lightning_ort.lightning_packages import (
     Package,
     Variant,
     everywhere,
+    everywhere_in_fabric,
     package_of,
     pl,
 )
@@ -68,7 +69,12 @@ def check_precision(plugin: Any, kinds: Sequence[type], argument: str, instead: 
 
 
 def _check_kinds(
-    device: Any, accelerator: Any, parallel_devices: Any, checkpoint_io: Any, accelerators: tuple[type, ...]
+    device: Any,
+    accelerator: Any,
+    parallel_devices: Any,
+    checkpoint_io: Any,
+    cluster_environment: Any,
+    accelerators: tuple[type, ...],
 ) -> None:
     """Raise if an argument that Lightning fills in was given by hand and is something else."""
     # private, but what all wrappers of such objects inherit from
@@ -76,6 +82,7 @@ def _check_kinds(
     for name, value, kind in (
         ("accelerator", accelerator, accelerators),
         ("checkpoint_io", checkpoint_io, io),
+        ("cluster_environment", cluster_environment, everywhere_in_fabric("plugins.environments:ClusterEnvironment")),
     ):
         if value is not None and not isinstance(value, kind):
             raise TypeError(f"{name}={shown(value)}: expected an object of that kind, or None.")
@@ -119,7 +126,7 @@ class Devices(_Base):
         **precision: Any,
     ) -> None:
         accelerators = tuple(self._lightning(package, "accelerators:Accelerator") for package in PACKAGES)
-        _check_kinds(device, accelerator, parallel_devices, checkpoint_io, accelerators)
+        _check_kinds(device, accelerator, parallel_devices, checkpoint_io, cluster_environment, accelerators)
         self._device, self._parallel = device, options
         self._num_nodes = 1
         self._layer_sync = None

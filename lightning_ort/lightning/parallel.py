@@ -19,14 +19,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ort.distributed.sync_batchnorm import sync, unsync
 from lightning_ort.lightning_packages import TorchCheckpointIO, Variant
-from lightning_ort.validation import choice, flag, shown
+from lightning_ort.validation import choice, flag, number, shown
 
 __all__ = ["ParallelOptions", "SyncedLayers", "WatchedLauncher", "on_any_device", "redirected"]
 
-_OF_MODULE = frozenset(inspect.signature(DistributedDataParallel).parameters) - {
-    "module", "device_ids", "output_device", "dim", "process_group", "device_mesh",
-}  # fmt: skip
-"""arguments of torch's module that are a user's to choose"""
+_OF_MODULE = {
+    name: parameter.default
+    for name, parameter in inspect.signature(DistributedDataParallel).parameters.items()
+    if name not in ("module", "device_ids", "output_device", "dim", "process_group", "device_mesh")
+}
+"""arguments of torch's module that are a user's to choose, and their defaults"""
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,21 @@ class ParallelOptions:
             )
         if self.timeout is not None and not (isinstance(self.timeout, timedelta) and self.timeout > timedelta()):
             raise TypeError(f"timeout={shown(self.timeout)}: expected a positive datetime.timedelta, or None.")
-        unknown = sorted(set(self.of_module or ()) - _OF_MODULE)
+        backend = self.process_group_backend
+        if backend is not None and not (isinstance(backend, str) and backend):
+            raise TypeError(f"process_group_backend={shown(backend)}: expected a name, such as 'gloo', or None.")
+        unknown = sorted(set(self.of_module or ()) - _OF_MODULE.keys())
         if unknown:
             raise TypeError(
                 f"{self.owner} has no argument {unknown[0]!r}, nor has torch's DistributedDataParallel: "
                 f"{', '.join(sorted(_OF_MODULE))}."
             )
+        # on one device nobody else would look at them
+        for name, value in (self.of_module or {}).items():
+            if isinstance(_OF_MODULE[name], bool):
+                flag(name, value)
+            elif name == "bucket_cap_mb" and value is not None:
+                number(name, value, above=0)
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments for ``DDPStrategy``."""

@@ -181,7 +181,9 @@ def _set(options: onnxruntime.SessionOptions, key: Any, value: Any) -> None:
         whole(name, value, low=low, high=high)
     elif not isinstance(value, type(present)) and not (isinstance(present, str) and isinstance(value, os.PathLike)):
         raise TypeError(f"{name}={shown(value)}: expected a {type(present).__name__}.")
-    if key == "optimized_model_filepath" and value and not os.path.isdir(os.path.dirname(os.fspath(value)) or "."):
+    written = key in ("optimized_model_filepath", "profile_file_prefix") and value
+    # a profile would be left out without a word
+    if written and not os.path.isdir(os.path.dirname(os.fspath(value)) or "."):
         raise ValueError(f"{name}={shown(value)}: the folder does not exist.")
     setattr(options, key, value)
 

@@ -76,6 +76,10 @@ def test_several_devices_on_one():
         ({"ddp_comm_state": object()}, "ddp_comm_state is for a ddp_comm_hook"),
         ({"model_averaging_period": 4}, "model_averaging_period=4.*PostLocalSGDState"),
         ({"shard_optimizer": 1}, "shard_optimizer=1: expected True or False"),
+        ({"process_group_backend": 5}, "process_group_backend=5: expected a name"),
+        ({"cluster_environment": "slurm"}, "cluster_environment='slurm': expected an object"),
+        ({"find_unused_parameters": "no"}, "find_unused_parameters='no': expected True or False"),
+        ({"bucket_cap_mb": float("nan")}, "bucket_cap_mb=nan: expected a number above 0"),
         ({"find_unused": True}, "no argument 'find_unused'.*find_unused_parameters"),
     ],
 )
@@ -154,6 +158,10 @@ def test_provider_that_is_not_there(provider):
         ),
         ({"session_options": {"intra_op_num_threads": -1}}, r"session_options\['intra_op_num_threads'\]=-1: expected"),
         ({"session_options": {"enable_mem_pattern": "yes"}}, "'enable_mem_pattern'.*expected True or False"),
+        (
+            {"session_options": {"profile_file_prefix": "/no/such/folder/p"}},
+            "'profile_file_prefix'.*folder does not exist",
+        ),
         ({"session_options": {"add_session_config_entry": 1}}, "has no 'add_session_config_entry'"),
         (
             {"session_options": {"session.intra_op_thread_affinities": "q", "intra_op_num_threads": 2}},
