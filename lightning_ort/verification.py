@@ -86,10 +86,18 @@ _KINDS = ("outputs", "gradients", "updates")
 
 @dataclasses.dataclass(frozen=True)
 class Mismatch:
-    """What differs, in words; ``certain`` where no rounding can be the reason (another shape, a missing result)."""
+    """What differs, in words.
+
+    Attributes:
+        text: the words.
+        certain: no rounding can be the reason (another shape, a missing result).
+        spread: what is off are entries that are not finite, beside such of torch: infinities that meet the zeros of a
+            product spread further than in torch's kernels.
+    """
 
     text: str
     certain: bool
+    spread: bool = False
 
 
 class Referee(Protocol):
@@ -146,6 +154,7 @@ def find_mismatch(
     """
     coarsest = max((STEP[dtype] for dtype in half), default=0.0)
     suspects: list[_Suspect] = []
+    spread = True
     for kind in _KINDS:
         ours, theirs = ({n: _real(t) for n, t in getattr(results, kind).items()} for results in (got, wanted))
         scale = max((largest(t) for t in theirs.values() if t.is_floating_point()), default=0.0)
@@ -156,10 +165,11 @@ def find_mismatch(
                     continue
                 return Mismatch(f"ONNX Runtime gives no {name}; torch does", certain=True)
             tolerance = max(STEP.get(reference.dtype, 0.0), coarsest)
+            allowed = tolerance * (largest(reference) + _GROUP_SHARE * scale)
             problem = difference(
                 ours[number],
                 reference,
-                allowed=tolerance * (largest(reference) + _GROUP_SHARE * scale),
+                allowed=allowed,
                 # two candidates that are equal may be told apart otherwise
                 wrong=int(_TIES * reference.numel()) if reference.numel() > 1 / _TIES else reference.numel() > 1,
             )
@@ -169,6 +179,10 @@ def find_mismatch(
             if ours[number].shape != reference.shape or ours[number].dtype != reference.dtype:
                 return Mismatch(text, certain=True)
             suspects.append(_Suspect(kind, number, text, ours[number], reference))
+            beside = theirs.values() if kind == "gradients" else [reference]
+            spread = spread and _only_spreads(ours[number], reference, beside, allowed)
+    if suspects and spread:
+        return Mismatch(suspects[0].text, certain=False, spread=True)
     for evidence in _evidence(referee) if suspects else ():
         for suspect in suspects:
             suspect.learn(evidence)
@@ -176,6 +190,15 @@ def find_mismatch(
         if not suspects:
             return None
     return Mismatch(suspects[0].text, certain=False) if suspects else None
+
+
+def _only_spreads(got: torch.Tensor, wanted: torch.Tensor, beside: Collection[torch.Tensor], allowed: float) -> bool:
+    """Whether ``got`` is off only in entries that are not finite, as are some ``beside``, and hides none of torch's."""
+    if not wanted.is_floating_point() or all(bool(torch.isfinite(t).all()) for t in beside):
+        return False
+    finite = torch.isfinite(got)
+    near = _largest_difference(got[finite], wanted[finite])
+    return near <= allowed + torch.finfo(wanted.dtype).tiny
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
@@ -251,7 +274,7 @@ class Doubts:
 
     A difference that rounding does not explain is an error of the graph if it is there with other values too.
     Otherwise it may still be an accident: torch's results are to be taken, the next run is to be compared as well, and
-    may not differ again.
+    may not differ again. Nor can a graph be judged by infinities that spread: the first run without them tells.
 
     Args:
         advice: what errors say that users can do.
@@ -277,6 +300,8 @@ class Doubts:
         Raises:
             MismatchError: it is no accident.
         """
+        if mismatch.spread:
+            return
         accident = not mismatch.certain and (diverged or graph not in self._doubted)
         if accident and not _recurs(again):
             if not diverged:

@@ -18,7 +18,7 @@ from lightning_ort import MismatchError, verification
 from lightning_ort.compiler import ORTBackend, compilation, first_run
 from lightning_ort.compiler.plan import Plan
 from lightning_ort.compiler.rounding import RoundingNoise
-from lightning_ort.verification import has_nan, varied
+from lightning_ort.verification import Results, find_mismatch, has_nan, varied
 
 pytestmark = pytest.mark.stock_only
 
@@ -230,6 +230,47 @@ def test_a_diverged_run_goes_on():
     assert has_nan([torch.tensor([1.0, torch.nan])], [0]) and not has_nan([torch.ones(2)], [0])
     (other,) = varied([torch.tensor([2.0, torch.nan])], [0], 0)
     assert 1.9 < other[0] < 2.1 and other[1].abs() <= 1
+
+
+def test_infinities_that_spread_are_not_judged(monkeypatch):
+    """Products with zeros make NaN of more of them than torch's kernels: torch's results count until all are finite."""
+    net = nn.Sequential(nn.Conv2d(1, 2, 1), nn.AvgPool2d(3, 1), nn.Upsample(size=(5, 7), mode="bilinear"))
+    weight = nn.Parameter(torch.rand(6, 6))
+
+    def step(x):
+        return net(x * weight).square().mean()
+
+    compiled = torch.compile(step, backend=ORTBackend())
+    for infinite in (True, True, False):
+        x = torch.randn(2, 1, 6, 6)
+        if infinite:
+            x[0, 0, 2, 5] = torch.inf
+        got, wanted = ((loss, *torch.autograd.grad(loss, weight)) for loss in (compiled(x), step(x)))
+        for a, b in zip(got, wanted, strict=True):
+            torch.testing.assert_close(a, b, equal_nan=True)
+    assert got[1].isfinite().all()
+    monkeypatch.setattr(first_run, "find_mismatch", lambda *args: pytest.fail("checked once more"))
+    compiled(x)
+
+
+@pytest.mark.parametrize(
+    ("got", "wanted", "spread"),
+    [
+        ([torch.nan, torch.nan], [1.0, torch.inf], True),
+        ([2.0, torch.inf], [1.0, torch.inf], False),
+        ([1.0, 0.0], [1.0, torch.inf], False),
+        ([torch.nan, torch.nan], [1.0, 1.0], False),
+    ],
+    ids=["spread", "another number", "hidden", "of finite ones"],
+)
+def test_what_spreads(got, wanted, spread):
+    class Referee:
+        def evaluate(self, dtype=None, noise=None):
+            return results[1]
+
+    results = [Results({0: torch.tensor(values)}, {}, {}) for values in (got, wanted)]
+    mismatch = find_mismatch(*results, {}, Referee())
+    assert mismatch.spread == spread
 
 
 # -- what is compared, and how it is called -------------------------------------------------------------------------
