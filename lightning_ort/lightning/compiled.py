@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch._dynamo.config
+from torch.nn.parameter import is_lazy
 
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS, DynamoObserver, global_hooks, no_fast_path, with_own_code
@@ -26,7 +27,13 @@ __all__ = ["CompiledMethods"]
 
 _BEGINNING = 3
 """calls of a step in which much is compiled: for the first batch, and for the first ones that are other"""
+_DRAWS_WEIGHTS = "it draws the weights of lazy layers, each where eager does; in a graph all are drawn before it runs"
 NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+
+def _is_lazy(module: torch.nn.Module) -> bool:
+    """Whether ``module`` has layers whose weights are made when they are called for the first time."""
+    return any(is_lazy(x) for x in (*module.parameters(), *module.buffers()))
 
 
 def _weak(method: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -88,17 +95,23 @@ class CompiledMethods:
         mode, method, sizes = self._mode(name), getattr(self.module, name), NOTHING
         key = mode[0], global_hooks()
         original, compiled = self._compiled.get(key, (None, None))
+        draws_weights = not self._begun[mode] and _is_lazy(self.module)
         if self._begun[mode] < _BEGINNING:
             sizes = self._open_sizes.expecting(name, (args, kwargs), self._trainer)
             self._begun[mode] += 1
         if compiled is None or original != method:
             function = self._method(name)
             self._lists.expect(name, function)
+        if draws_weights:  # not kept
+            compiled = torch.compiler.disable(function, reason=_DRAWS_WEIGHTS)
+        elif compiled is None or original != method:
             # dynamic=None: other sizes become symbolic once they have changed
             compiled = torch.compile(with_own_code(function), backend=self._backend)
             self._compiled[key] = method, compiled
         outer, self._running = self._running, self.report.step(f"{self._prefix}{name}")
         self._running.calls += 1
+        if draws_weights:
+            self._on_fallback([Fallback("the first call", _DRAWS_WEIGHTS, "")])
         if outer is None and (timeline.present is not None or self._running.calls >= self._running.timing.due):
             self._begin_timing(self._running)
         compilations, failures = self._observer.compilations, self._observer.failures
@@ -113,7 +126,7 @@ class CompiledMethods:
             self._discard()
             if self._observer.failures != failures:
                 # Dynamo leaves the function to Python for good, but the next data may be right
-                del self._compiled[key]
+                self._compiled.pop(key, None)
             raise
         finally:
             self._lists.remove()

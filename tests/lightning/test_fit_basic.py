@@ -34,6 +34,7 @@ from parity import (
     make_trainer,
     quiet,
     state_of,
+    step_report,
 )
 from torch import nn
 
@@ -48,6 +49,31 @@ def test_classifier():
 def test_convolutions():
     eager, _ = assert_fit_parity(ConvNet, partial(images, shuffle=True), partial(images, 32, seed=1), graphs=3)
     assert eager.trainer.callback_metrics["val_accuracy"] > 0.5
+
+
+class Lazy(Classifier):
+    """Layers whose weights are drawn in the first step, the second ones behind a dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.LazyLinear(16), nn.Tanh(), nn.Dropout(0.3), nn.LazyLinear(self.net[-1].out_features)
+        )
+
+
+def test_lazy_layers():
+    def train(strategy):
+        torch.manual_seed(0)
+        module, trainer = Lazy(), make_trainer(strategy, max_steps=6)
+        trainer.fit(module, table())
+        return module.state_dict(), trainer
+
+    with quiet():
+        (wanted, _), (got, trainer) = train("auto"), train(STRATEGY)
+    assert_same_state(wanted, got, 1e-4)
+    step = step_report(trainer, "training_step")
+    assert [entry.what for entry in step.in_torch] == ["the first call"]
+    assert step.graphs > 0 and not step.graph_breaks
 
 
 def test_regressor():
