@@ -103,7 +103,7 @@ class CompiledMethods:
             function = self._method(name)
             self._lists.expect(name, function)
         if draws_weights:  # not kept
-            compiled = torch.compiler.disable(function, reason=_DRAWS_WEIGHTS)
+            compiled = torch.compiler.disable(self._method(name), reason=_DRAWS_WEIGHTS)
         elif compiled is None or original != method:
             # dynamic=None: other sizes become symbolic once they have changed
             compiled = torch.compile(with_own_code(function), backend=self._backend)
