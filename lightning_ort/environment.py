@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import functools
 import importlib
 import importlib.metadata
@@ -160,9 +161,11 @@ def _installed_in(folders: list[str] | None) -> list[importlib.metadata.Distribu
             distribution = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-        # Some plug-ins have such names too but install beside ONNX Runtime; conda's metadata list no files.
-        files = distribution.files
-        if files is not None and not any(file.as_posix() == "onnxruntime/__init__.py" for file in files):
+        # Some plug-ins have such names too but install beside ONNX Runtime; conda's metadata list no files. From Python
+        # 3.12 on, .files leaves out those that are missing.
+        record = distribution.read_text("RECORD")
+        rows = csv.reader((record or "").splitlines())
+        if record is not None and not any(row[:1] == ["onnxruntime/__init__.py"] for row in rows):
             continue
         folder = Path(str(distribution.locate_file("onnxruntime"))).resolve()
         if not folders or folder in [Path(each).resolve() for each in folders]:
