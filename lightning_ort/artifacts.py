@@ -36,8 +36,9 @@ def generate_artifacts(
         model: a forward ONNX model: ``onnx.ModelProto``, or a path.
         requires_grad: names of the parameters that are trained; ``None`` trains none.
         frozen_params: names of parameters that are not trained.
-        loss: a :class:`LossType` or an ``onnxblock``; ``None``: the first result of the model is the loss.
-        optimizer: an :class:`OptimType` or an ``onnxblock``; ``None`` for no update.
+        loss: a :class:`~lightning_ort.ondevice.LossType` or an ``onnxblock``; ``None``: the first result of the model
+            is the loss.
+        optimizer: an :class:`~lightning_ort.ondevice.OptimType` or an ``onnxblock``; ``None`` for no update.
         artifact_directory: where the files go; by default the current folder.
         prefix: put before the names of all files.
         ort_format: refused if set.
