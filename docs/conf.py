@@ -8,9 +8,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from pygments.lexers.special import TextLexer
-from sphinx.application import Sphinx
-
 import lightning_ort
 
 # names that are imported when they are asked for; autodoc looks for them in the module
@@ -57,7 +54,3 @@ nitpick_ignore_regex = [
     (r"py:.*", r"lightning_ort\.(compiler|optim\.settings|lightning_packages)\..*|lightning_ort\..*\._\w+"),
     (r"py:class", r"(list|dict|tuple)\[.*|Where"),  # halves of a type, and names of types
 ]
-
-
-def setup(app: Sphinx) -> None:
-    app.add_lexer("mermaid", TextLexer)  # diagrams that GitHub draws are text here
