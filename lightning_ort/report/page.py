@@ -171,7 +171,8 @@ def _graph(number: int, graph: GraphReport, figures: Figures | None) -> dict[str
         "calls": graph.calls,
         "begins": graph.begins,
         "ends": "" if graph.ends == graph.begins else graph.ends,
-        "inputs": list(graph.inputs.items()),
+        # Dynamo's own name for what has none in the code
+        "inputs": [("" if name.startswith("___stack") else name, shape) for name, shape in graph.inputs.items()],
         "weights": graph.weights,
         "elements": f"{graph.elements:,}",
         "took": words.seconds(sum(run.seconds for run in runs)) if runs else "",

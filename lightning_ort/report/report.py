@@ -12,7 +12,7 @@ from rich.table import Table
 
 from lightning_ort.report.account import GraphBreak, OptimizerReport, StepReport
 from lightning_ort.report.ranks import RankStep, over_ranks
-from lightning_ort.report.words import PAGE, by_choice, choices, expected_breaks, step_time
+from lightning_ort.report.words import PAGE, by_choice, choices, counted, expected_breaks, step_time
 
 __all__ = ["Report"]
 
@@ -67,7 +67,9 @@ class Report(Mapping[str, StepReport]):
         return save(self, path)
 
     def __repr__(self) -> str:
-        steps = ", ".join(f"{s.name}: {s.calls} calls, {s.graphs} graphs" for s in self._steps.values())
+        steps = ", ".join(
+            f"{s.name}: {counted(s.calls, 'call')}, {counted(s.graphs, 'graph')}" for s in self._steps.values()
+        )
         return f"<{type(self).__name__} {steps or 'of no step yet'}>"
 
     def _repr_html_(self) -> str:

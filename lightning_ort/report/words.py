@@ -35,6 +35,11 @@ def seconds(value: float) -> str:
     return f"{value / 1e-6:.2g} µs"
 
 
+def counted(number: int, thing: str) -> str:
+    """``1 graph``, ``2 graphs``."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
 def shares(figures: Figures) -> str:
     """Who has how much of a step."""
     return ", ".join(f"{WHERE[where]} {share:.0%}" for where, share in figures.shares.items())

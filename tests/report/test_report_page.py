@@ -53,7 +53,7 @@ def report():
     first = GraphReport(
         "onnxruntime", "it took the least time when they were measured side by side", gradients=True, calls=9,
         begins="/home/me/model.py:3: y = f(x)", ends="/home/me/model.py:9: loss = g(y)",
-        inputs={"batch[0]": "32 x 3 float32"}, weights=4, elements=1200, segments=(2, 1),
+        inputs={"batch[0]": "32 x 3 float32", "___stack2": "3 x 5 float32"}, weights=4, elements=1200, segments=(2, 1),
         measured={"onnxruntime": 0.1, "eager": 0.2}, speed=2.0, gain=1.0,
     )  # fmt: skip
     step.each_graph = [first, GraphReport("eager", "it took the least time", calls=1, speed=1.0, gain=0.0)]
@@ -118,6 +118,11 @@ def test_what_users_wrote_stays_text(tmp_path):
         shown = Page(text)
         assert not [tag for tag, _ in shown.tags if tag == "script"]
         assert shown.text.count(evil) == 13
+
+
+def test_inputs_have_names_of_users(report):
+    shown = Page(report._repr_html_())
+    assert "batch[0] 32 x 3 float32 a value computed before: 3 x 5 float32" in shown.text and "stack" not in shown.text
 
 
 def test_a_notebook_shows_the_same(report):

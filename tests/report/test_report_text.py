@@ -40,6 +40,8 @@ def test_repr_is_short():
 
 def test_repr_names_the_steps(report):
     assert repr(report) == "<Report training_step: 1200 calls, 2 graphs>"
+    report["training_step"].graphs = 1
+    assert repr(report) == "<Report training_step: 1200 calls, 1 graph>"
 
 
 def test_time_and_break_even(report):
