@@ -7,6 +7,7 @@ import dataclasses
 import sys
 import tempfile
 import traceback
+import warnings
 from typing import Any, Literal, NoReturn
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -167,6 +168,8 @@ class ORTCLI(LightningCLI):
         if evaluates and self._get(self.config, "trainer", default={}).get("logger") is False:
             # there is no run that it belongs to, and the next command would find the file in its way
             self.save_config_callback = None
+            # nor a checkpoint of its own, whose folder would be another than that of the fit
+            warnings.filterwarnings("ignore", "The dirpath has changed")
         if self.subcommand in ("examine", "bench"):
             # some loggers open a connection as soon as they are made
             for name, value in (("logger", False), ("callbacks", None), ("profiler", None)):

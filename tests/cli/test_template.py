@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import ModuleType
 
@@ -79,8 +80,10 @@ def test_commands_of_the_readme(template, capsys):
 
     files = sorted(template.rglob("*"))
     for _ in range(2):  # what a first one left would be in the way of the second
-        with quiet():
+        with quiet(), warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
             assert main(test.split()[1:]) == 0
+        assert not [each for each in told if "dirpath" in str(each.message)], "no checkpoint is written"
     assert "test_accuracy" in capsys.readouterr().out
     assert sorted(template.rglob("*")) == files
 
