@@ -37,5 +37,5 @@ def cache(arguments: Sequence[str] = ()) -> int:
         for entry in entries.entries():
             with contextlib.suppress(OSError):  # another process has removed it
                 sizes.append(entry.stat().st_size)
-        print(f"{kind}: {len(sizes)} {what}, {sum(sizes) / 1024:.0f} KiB")
+        print(f"{kind} ({what}): {len(sizes)}, {sum(sizes) / 1024:.1f} KiB")
     return 0

@@ -18,10 +18,10 @@ from lightning_ort.files.writing import write_file
 __all__ = ["KINDS", "Cache", "cache_folder"]
 
 KINDS = {
-    "choices": "graphs of which it is known who runs them fastest",
-    "sizes": "kinds of batches of which it is known which sizes change",
+    "choices": "who runs a graph fastest",
+    "sizes": "which sizes of batches change",
 }
-"""names of the kinds of entries, and what there is one of for each"""
+"""names of the kinds of entries, and what an entry says"""
 
 _FOLDER, _SIZE = "LIGHTNING_ORT_CACHE_DIR", "LIGHTNING_ORT_CACHE_SIZE"
 _DEFAULT_SIZE = 64 << 20

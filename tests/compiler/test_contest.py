@@ -315,7 +315,7 @@ def test_what_sessions_are_told_is_a_part_of_what_is_remembered():
 def test_the_command(races, capsys):
     trained(loss_of, BATCHES)
     assert main(["cache"]) == 0
-    assert "choices: 1 graphs" in capsys.readouterr().out
+    assert "choices (who runs a graph fastest): 1, " in capsys.readouterr().out
     assert main(["cache", "--clear"]) == 0
     assert "choices: 1 removed" in capsys.readouterr().out
     assert list(Cache("choices").entries()) == []
