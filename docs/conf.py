@@ -23,6 +23,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = f"lightning_ort {release}"
 html_show_sourcelink = False
+html_domain_indices = False  # no page leads to it
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 
