@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn, optim
 
+from lightning_ort.optim.rules import FusedAdam
+from lightning_ort.optim.threads import UpdateThreads, may_take_fewer
 from lightning_ort.optim.torch_optim import StepHook
-from lightning_ort.optim.torch_optim.threads import UpdateThreads, may_take_fewer
 from lightning_ort.report import OptimizerReport
 from lightning_ort.runtime.config import RuntimeConfig
 
@@ -100,6 +101,24 @@ def test_threads_change_no_bit(kind, settings):
     assert losses == others
     assert all(torch.equal(found[name], value) for name, value in weights.items())
     assert any("faster on one thread" in entry.reason for entry in report.reasons)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_trainers_of_plain_modules_take_fewer():
+    """ORTTrainer's Adam, which calls torch's kernel itself; the weights are those of all threads, to the bit."""
+    weights = []
+    for clock in (Clock(1.0, 2.0), Clock(2.0, 1.0)):
+        torch.manual_seed(0)
+        params = [torch.randn(67, 129), torch.randn(5)]
+        update = FusedAdam(params, [[torch.zeros_like(p), torch.zeros_like(p)] for p in params], [0, 0])
+        update._threads._clock = clock
+        for count in range(1, 30):
+            update.set_coefficients(0, (0.01, 0.9, 0.99, 1e-8, 0.1, count))
+            assert update.run([p.sin() for p in params])
+        assert update._threads.milliseconds is not None
+        assert torch.get_num_threads() == 2
+        weights.append(params)
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
 def test_who_may_take_fewer():

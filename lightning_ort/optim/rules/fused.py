@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_ort.optim.rules.adam import Adam
 from lightning_ort.optim.rules.rule import Rule
+from lightning_ort.optim.threads import UpdateThreads
 
 if TYPE_CHECKING:
     from lightning_ort.runtime.config import Placement
@@ -49,6 +50,7 @@ class FusedAdam:
         counts = [torch.ones((), dtype=torch.float32, device=params[0].device) for _ in self._members]
         self._counts, self._set_count = counts, [_setter(count) for count in counts]
         self._numbers: list[Sequence[float]] = [()] * len(self._members)
+        self._threads = UpdateThreads()
 
     @staticmethod
     def can_do(rule: Rule, params: Sequence[Tensor], placement: Placement) -> bool:
@@ -100,11 +102,12 @@ class FusedAdam:
             norm = float(torch.nn.utils.get_total_norm(gradients))
             if self._guard and not math.isfinite(norm):
                 return False
-        for group, members in enumerate(self._members):
-            factor = scale
-            if self._clip and norm is not None and limits is not None and norm * scale > limits[group]:
-                factor = limits[group] / norm
-            _update(*self._operands(group, [gradients[i] for i in members], factor), self._numbers[group])
+        with self._threads:
+            for group, members in enumerate(self._members):
+                factor = scale
+                if self._clip and norm is not None and limits is not None and norm * scale > limits[group]:
+                    factor = limits[group] / norm
+                _update(*self._operands(group, [gradients[i] for i in members], factor), self._numbers[group])
         return True
 
     def bound_to(self, gradients: Sequence[Tensor]) -> Callable[[Sequence[float]], None]:
@@ -114,13 +117,14 @@ class FusedAdam:
         clipped or guarded, and no parameter may require a gradient.
         """
         groups = [self._operands(g, [gradients[i] for i in members], 1.0) for g, members in enumerate(self._members)]
-        operands, setters = [tensors for tensors, _ in groups], self._set_count
+        operands, setters, threads = [tensors for tensors, _ in groups], self._set_count, self._threads
 
         def update(numbers: Sequence[float]) -> None:
             for set_count in setters:
                 set_count(numbers[5])
-            for tensors in operands:
-                _update(tensors, None, numbers)
+            with threads:
+                for tensors in operands:
+                    _update(tensors, None, numbers)
 
         return update
 

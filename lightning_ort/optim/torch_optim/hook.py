@@ -14,9 +14,9 @@ from lightning_ort.errors import UnsupportedError
 from lightning_ort.lightning_packages import PACKAGES, rank_zero_info
 from lightning_ort.optim.kinds import unwrapped
 from lightning_ort.optim.optimizers import Lamb
+from lightning_ort.optim.threads import UpdateThreads, may_take_fewer
 from lightning_ort.optim.torch_optim.members import InTorch
 from lightning_ort.optim.torch_optim.stepper import OptimizerStepper, why_not
-from lightning_ort.optim.torch_optim.threads import UpdateThreads, may_take_fewer
 from lightning_ort.report import InTorch as Entry
 from lightning_ort.report import OptimizerReport, Report
 from lightning_ort.runtime.config import RuntimeConfig

@@ -31,6 +31,8 @@ def may_take_fewer(optimizer: Optimizer) -> bool:
 class UpdateThreads:
     """Measures updates with one thread and with all in turns, and keeps to what was faster.
 
+    An update is what comes between :meth:`begin` and :meth:`end`, or a block.
+
     Args:
         clock: seconds that have passed.
     """
@@ -51,6 +53,12 @@ class UpdateThreads:
         if self._one is None:
             return None
         return {one: 1e3 * statistics.median(times) for one, times in self._times.items()}
+
+    def __enter__(self) -> None:
+        self.begin()
+
+    def __exit__(self, *exc: object) -> None:
+        self.end()
 
     def begin(self) -> None:
         """The update begins, all that comes before it is done."""
