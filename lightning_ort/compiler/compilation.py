@@ -115,7 +115,7 @@ class Compilation:
 
     def _make(self, executor: str, derivative: Derivative, differentiated: Sequence[int]) -> Executable | Pair:
         facts = size_facts(self._context.fake_mode)
-        native = executor != "onnxruntime"
+        native = not executor.startswith("onnxruntime")
         request = (derivative, list(differentiated), self._scaled, native, facts)
         # inductor wants fake values of its own time
         of = (self._graph, self._fakes, self._surroundings, *request)
@@ -150,6 +150,8 @@ class Compilation:
     def _compile(self, executor: str, traced: Traced, extra: Sequence[fx.Node] = ()) -> Executable:
         if executor == "onnxruntime":
             return ORTExecutable(traced, self._sessions, extra)
+        if executor == "onnxruntime-one-thread":
+            return ORTExecutable(traced, self._sessions.in_fewer_threads() or self._sessions, extra, executor)
         # importing inductor takes longer than a small fit
         kind = _inductor() if executor == "inductor" else TorchExecutable
         return kind(traced, self._sessions.device, extra)

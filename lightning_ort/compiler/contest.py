@@ -29,7 +29,7 @@ __all__ = ["MEMORY", "Choice", "Contest", "Key", "Memory", "learns", "measures",
 
 _log = logging.getLogger(__name__)
 
-_EXECUTORS = {"onnxruntime", "torch", "inductor", "eager"}
+_EXECUTORS = {"onnxruntime", "onnxruntime-one-thread", "torch", "inductor", "eager"}
 
 _BUDGET = 0.15
 """seconds after which no further round of a race begins"""
@@ -195,6 +195,8 @@ class Contest(Generic[Unit]):
             return None
         is_long = seconds["onnxruntime"] > _LONG
         hopeless = {"torch"} if seconds["eager"] > _PROMISING * seconds["onnxruntime"] else set()
+        if is_long:  # a second thread is waited for in vain only where there is little for it to do
+            hopeless.add("onnxruntime-one-thread")
         for name, make in self._rivals.items():
             if name not in hopeless:
                 if is_long:

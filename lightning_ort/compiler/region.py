@@ -141,8 +141,11 @@ class Region:
         key = Key.of(self.graph, self._fakes, kind, self._surroundings, self._sessions.config)
         known = self._choice or MEMORY.get(key)  # the former holds for the region in another form as well
         if known is None:
-            self._take(make("onnxruntime"))
-            names = ("torch", "inductor") if self._sessions.placement == "fastest+inductor" else ("torch",)
+            unit = make("onnxruntime")
+            self._take(unit)
+            names = ["torch"] + ["inductor"] * (self._sessions.placement == "fastest+inductor")
+            if self._sessions.in_fewer_threads() and any(graph.is_threaded for graph in unit.graphs):
+                names.append("onnxruntime-one-thread")
             self._contest = Contest(key, {name: functools.partial(make, name) for name in names})
             return
         if known.executor == "eager":

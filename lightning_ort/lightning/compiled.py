@@ -175,7 +175,7 @@ class CompiledMethods:
             if executable.report is not None:
                 self._running.each_graph.append(executable.report)
             self._running.graphs += 1
-            self._running.graphs_in_torch += executable.executor != "onnxruntime"
+            self._running.graphs_in_torch += not executable.in_onnxruntime
             if executable.milliseconds:
                 self._running.measured.append(executable.milliseconds)
             self._running.compile_seconds += executable.choosing_seconds

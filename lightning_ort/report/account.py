@@ -43,8 +43,8 @@ class GraphReport:
     """Account of one compiled graph.
 
     Attributes:
-        executor: who runs it: ``"onnxruntime"``, ``"torch"`` (as one graph), ``"inductor"``, or ``"eager"`` (torch, as
-            it would without this package).
+        executor: who runs it: ``"onnxruntime"``, ``"onnxruntime-one-thread"``, ``"torch"`` (as one graph),
+            ``"inductor"``, or ``"eager"`` (torch, as it would without this package).
         why: why that one does, in words.
         part: ``"forward"`` or ``"backward"`` where gradients have a graph of their own; else empty.
         gradients: whether it computes gradients.

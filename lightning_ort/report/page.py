@@ -163,7 +163,7 @@ def _graph(number: int, graph: GraphReport, figures: Figures | None) -> dict[str
     )
     return {
         "number": number,
-        "where": "onnxruntime" if graph.executor == "onnxruntime" else "torch",
+        "where": "onnxruntime" if graph.executor.startswith("onnxruntime") else "torch",
         "executor": words.EXECUTORS[graph.executor] + (" (as without a graph)" if graph.executor == "eager" else ""),
         "pieces": pieces,
         "why": graph.why,

@@ -15,7 +15,13 @@ __all__ = ["EXECUTORS", "PAGE", "WHERE", "by_choice", "choices", "expected_break
 PAGE = "docs/report.md"
 """where this is explained"""
 
-EXECUTORS = {"onnxruntime": "ONNX Runtime", "torch": "torch", "inductor": "inductor", "eager": "eager"}
+EXECUTORS = {
+    "onnxruntime": "ONNX Runtime",
+    "onnxruntime-one-thread": "ONNX Runtime on one thread",
+    "torch": "torch",
+    "inductor": "inductor",
+    "eager": "eager",
+}
 
 WHERE: Mapping[Where, str] = {"onnxruntime": "ONNX Runtime", "torch": "torch", "python": "Python and the rest"}
 

@@ -103,6 +103,14 @@ class SessionFactory:
         alone = getattr(options, "use_per_session_threads", True)  # ONNX Runtime 1.19 has no other threads
         return only_cpu and alone and options.intra_op_num_threads == 1
 
+    def in_fewer_threads(self) -> SessionFactory | None:
+        """The same with one thread for all graphs; ``None`` where that is so already, or is not to be chosen."""
+        if not self.in_one_thread(small=True) or self.in_one_thread():
+            return None
+        made = copy.copy(self)
+        made._options = self._small_options
+        return made
+
     def with_options(self, **values: Any) -> SessionFactory:
         """The same with further session options, for sessions that nobody watches.
 

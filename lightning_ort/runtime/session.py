@@ -173,6 +173,11 @@ class OrtSession:
         self._shrinks = self._queue is None and self.inner.get_session_options().enable_cpu_mem_arena
 
     @property
+    def is_threaded(self) -> bool:
+        """Whether operators of it run on several threads of the CPU."""
+        return self.inner.get_session_options().intra_op_num_threads != 1
+
+    @property
     def has_run(self) -> bool:
         """Whether it has run at all."""
         return bool(self._bindings)

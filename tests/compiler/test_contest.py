@@ -122,6 +122,77 @@ def test_the_faster_one_is_taken(races, seconds, executor):
         )
 
 
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def threads_of(graph):
+    return [s.inner.get_session_options().intra_op_num_threads for s in graph.plan.sessions]
+
+
+def wide(function):
+    """What a training of a network leaves that is large enough for two threads; the graphs."""
+    graphs = []
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Linear(4, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 3))
+    backend = ORTBackend(RuntimeConfig(), on_graph=graphs.append)
+    compiled = torch.compile(function, backend=backend) if function is not None else loss_of
+    return steps(compiled, module, [x.repeat(20, 1) for x in BATCHES]), graphs
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_one_thread_where_that_is_faster(races):
+    """A graph that is large enough for two threads is tried on one; both give the same numbers."""
+    table, seen = races
+    table |= {"onnxruntime-one-thread": 1.0, "torch": 1.5}
+    (got, (graph,)), (wanted, _) = wide(loss_of), wide(None)
+    assert graph.executor == "onnxruntime-one-thread"
+    assert set(threads_of(graph)) == {1}
+    assert graph.in_onnxruntime
+    assert not graph.is_threaded
+    assert seen[-1] == ["eager", "onnxruntime", "onnxruntime-one-thread", "torch"]
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    # remembered
+    torch._dynamo.reset()
+    MEMORY.forget()
+    seen.clear()
+    _, (again,) = wide(loss_of)
+    assert again.executor == "onnxruntime-one-thread"
+    assert not seen
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(
+    "config",
+    [{"session_options": {"intra_op_num_threads": 2}}, {"placement": "onnxruntime"}],
+    ids=["threads of the user's", "a fixed placement"],
+)
+def test_threads_that_are_not_to_be_chosen(races, config):
+    table, _ = races
+    table |= {"onnxruntime-one-thread": 0.1, "torch": 3.0}
+    graphs = []
+    torch.manual_seed(1)
+    compiled = torch.compile(loss_of, backend=ORTBackend(RuntimeConfig(**config), on_graph=graphs.append))
+    module = nn.Sequential(nn.Linear(4, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 3))
+    steps(compiled, module, [x.repeat(20, 1) for x in BATCHES])
+    assert [g.executor for g in graphs] == ["onnxruntime"]
+    assert set(threads_of(graphs[0])) == {2}
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_small_graphs_have_one_thread_already(races):
+    graphs = []
+    races[0]["torch"] = 3.0
+    trained(loss_of, BATCHES, graphs=graphs)
+    assert races[1] == [["eager", "onnxruntime"], ["eager", "onnxruntime", "torch"]]
+    assert threads_of(graphs[0]) == [1]
+
+
 def test_a_race_leaves_no_trace(races):
     """Buffers are updated once, random numbers are those of one run, whoever wins."""
     table, _ = races

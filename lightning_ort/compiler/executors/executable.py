@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from time import perf_counter
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -58,7 +58,7 @@ class Account:
         report: the same for users, once it is taken into use.
     """
 
-    executor: ClassVar[str]
+    executor: str
     half: Collection[torch.dtype] = ()
     widened: int = 0
     fallbacks: Sequence[Fallback] = ()
@@ -67,6 +67,11 @@ class Account:
     milliseconds: Mapping[str, float] = MappingProxyType({})
     choosing_seconds: float = 0.0
     report: GraphReport | None = None
+
+    @property
+    def in_onnxruntime(self) -> bool:
+        """Whether ONNX Runtime runs it, on however many threads."""
+        return self.executor.startswith("onnxruntime")
 
 
 class Eager(Account):
@@ -140,6 +145,11 @@ class Executable(Account, ABC):
     @abstractmethod
     def run(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
         """All results for the inputs (and tangents) of one run."""
+
+    @property
+    def is_threaded(self) -> bool:
+        """Whether ONNX Runtime runs a part of it on several threads."""
+        return False
 
     @abstractmethod
     def shrink(self) -> None:

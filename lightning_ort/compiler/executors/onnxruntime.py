@@ -28,14 +28,16 @@ class ORTExecutable(Executable):
         traced: a decomposed graph; its 16-bit operators are rewritten.
         sessions: makes them, for the device that computes; tensors live there or on the CPU.
         extra: further nodes to give out.
+        executor: what it is called.
 
     Raises:
         Untraceable: a result's size depends on data.
     """
 
-    executor = "onnxruntime"
-
-    def __init__(self, traced: Traced, sessions: SessionFactory, extra: Sequence[fx.Node] = ()) -> None:
+    def __init__(
+        self, traced: Traced, sessions: SessionFactory, extra: Sequence[fx.Node] = (), executor: str = "onnxruntime"
+    ) -> None:
+        self.executor = executor
         self.half = half_types(traced.graph)
         native = sessions.in_bfloat16() if self.half == {torch.bfloat16} else None
         widening = Widening(traced, rounded=native is None, kept=_in_16_bits(sessions))
@@ -55,6 +57,10 @@ class ORTExecutable(Executable):
         self._draw = drawer(traced.draws, sizes, device)
         self.fallbacks, self.preferred, self.on_cpu = self.plan.fallbacks, self.plan.preferred, self.plan.on_cpu
         self.segments = self.plan.segments
+
+    @property
+    def is_threaded(self) -> bool:
+        return any(session.is_threaded for session in self.plan.sessions)
 
     def shrink(self) -> None:
         for session in self.plan.sessions:
