@@ -30,6 +30,13 @@ _OUTSIDE = (
     "all_gather", "clip_gradients", "configure_gradient_clipping", "lr_scheduler_step", "lr_schedulers",
     "manual_backward", "optimizers", "print", "toggle_optimizer", "untoggle_optimizer", "toggled_optimizer",
 )  # fmt: skip
+# what a loss passes on its way to torch's engine, as it is before users or their tests put something in its place
+_BACKWARD = [
+    torch.Tensor.backward,
+    ORTPrecision.backward,
+    *[kind.backward for kind in everywhere("plugins.precision:Precision")],
+    *[kind.backward for kind in everywhere("core.module:LightningModule")],
+]
 _METRIC_METHODS = ("forward", "compute", "reset", "clone")
 
 
@@ -111,14 +118,14 @@ class CompiledSteps(CompiledMethods):
     def expect_backward(self, precision: Any) -> None:
         """A fit begins: find out whether its backward, as ``precision`` has it, is torch's and nothing more."""
         module, trainer = cast(Any, self.module), cast(Any, self._trainer)
-        hooked = [x for x in (module, *trainer.callbacks) if overrides("on_before_backward", x)]
-        plain = [*everywhere("plugins.precision:Precision"), ORTPrecision]
         self._plain_backward = (
             module.automatic_optimization
-            and not hooked
-            and not overrides("backward", module)
-            and type(precision).backward in [kind.backward for kind in plain]
+            and type(module).backward in _BACKWARD
+            and getattr(type(precision), "backward", None) in _BACKWARD
+            and "backward" not in vars(precision)
+            and torch.Tensor.backward in _BACKWARD
             and getattr(precision, "scaling", None) is None
+            and not any(map(_sees_losses, (module, *trainer.callbacks)))
             and not any(isinstance(m, DistributedDataParallel) for m in module.modules())
         )
 
@@ -145,6 +152,12 @@ class CompiledSteps(CompiledMethods):
         if self._running is None or closure in everywhere("core.optimizer:do_nothing_closure"):
             return closure
         return torch.compile(closure, backend=self._backend)
+
+
+def _sees_losses(hooks: Any) -> bool:
+    """Whether a module, a callback, or what a test has in its place is given the loss before its backward."""
+    known = isinstance(hooks, (*everywhere("core.module:LightningModule"), *everywhere("callbacks:Callback")))
+    return not known or overrides("on_before_backward", hooks)
 
 
 Namespace = dict[str, Any]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.plugins import Precision
 from modules import Classifier, table
 from parity import assert_fit_parity, fit
 from torch import nn
@@ -146,6 +149,29 @@ def test_somebody_waits(handed_out, module):
     assert any(handed_out) == (module is HookedLoss)
     plain = fit(Classifier, table, strategy="auto").module.state_dict()
     assert any(not torch.allclose(value, plain[name]) for name, value in eager.module.state_dict().items())
+
+
+@pytest.mark.parametrize("owner", [torch.Tensor, LightningModule, Precision], ids=lambda owner: owner.__name__)
+def test_doubles(owner):
+    """A backward that a test has put in the place of another one is called."""
+    with mock.patch.object(owner, "backward", autospec=True, side_effect=owner.backward) as double:
+        fit(Classifier, table, max_steps=3)
+    assert double.call_count == 3
+
+
+@pytest.mark.parametrize("spec", [None, Callback])
+def test_doubles_of_callbacks(spec):
+    callback = mock.Mock(spec=spec, state_key="double")
+    callback.state_dict.return_value = {}
+    fit(Classifier, table, max_steps=3, callbacks=[callback])
+    assert callback.on_before_backward.call_count == 3
+
+
+def test_doubles_of_the_plugin():
+    plugin = Precision()
+    plugin.backward = mock.Mock(side_effect=plugin.backward)
+    fit(Classifier, table, max_steps=3, plugins=[plugin])
+    assert plugin.backward.call_count == 3
 
 
 class NodeHooks(Callback):
