@@ -232,7 +232,9 @@ def hand_out(loss: torch.Tensor, node: Any) -> bool:
     pairs = [(node.kept.args[i], g) for i, g in given.items()]
     if any(_is_watched(p) or not p.is_contiguous() for p, _ in pairs):
         return False
-    if max(_references(node.next_functions)) > _idle_references():  # somebody may have put hooks there
+    if any(
+        count > _idle_references() for count in _references(node.next_functions)
+    ):  # somebody may have put hooks there
         return False
     before = [p.grad for p, _ in pairs]
     if any(b is not None and not _takes(b, g) for b, (_, g) in zip(before, pairs, strict=True)):
@@ -260,7 +262,9 @@ def _factor_of(loss: torch.Tensor, node: Any) -> float | None:
     if type(last).__name__ != "DivBackward0" or last.next_functions != ((node, *node.positions), (None, 0)):
         return None
     number = last._saved_other
-    return 1.0 if number == 1 else (torch.ones_like(loss, requires_grad=False) / number).item()
+    if number.device.type != "cpu":  # waiting for it would take longer than the engine
+        return None
+    return 1.0 if number == 1 else (torch.ones((), dtype=loss.dtype) / number).item()
 
 
 def _is_watched(tensor: Any) -> bool:

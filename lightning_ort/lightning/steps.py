@@ -135,7 +135,7 @@ class CompiledSteps(CompiledMethods):
         Not where something of the user's may wait for gradients on their way. Nothing that a step does in one graph
         can, but for hooks, which the tensors show that have them.
         """
-        step = self.report.step("training_step")
+        self._loss_node, step = None, self.report.step("training_step")
         if self._plain_backward and not (step.graph_breaks or step.in_torch or "backward" in vars(self.module)):
             self._loss_node = node_of_loss(output.get("loss") if isinstance(output, Mapping) else output)
 

@@ -277,9 +277,8 @@ class ORTStrategy(EngineOptions, OnDevices):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         output = self._call("training_step", self.precision_plugin.train_step_context(), *args, **kwargs)
-        if (
-            self.model is self.lightning_module
-        ):  # with several devices, what reduces gradients waits for them in autograd
+        # with several devices, what reduces gradients waits for them in autograd
+        if self.model is self.lightning_module:
             assert self._steps is not None
             self._steps.note_loss(output)
         return output

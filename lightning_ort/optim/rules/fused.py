@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -50,7 +51,8 @@ class FusedAdam:
         counts = [torch.ones((), dtype=torch.float32, device=params[0].device) for _ in self._members]
         self._counts, self._set_count = counts, [_setter(count) for count in counts]
         self._numbers: list[Sequence[float]] = [()] * len(self._members)
-        self._threads = UpdateThreads()
+        on_cpu = params[0].device.type == "cpu"
+        self._threads: Any = UpdateThreads() if on_cpu else contextlib.nullcontext()
 
     @staticmethod
     def can_do(rule: Rule, params: Sequence[Tensor], placement: Placement) -> bool:
