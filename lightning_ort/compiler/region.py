@@ -429,15 +429,15 @@ class Region:
         with ForkedRNG(self.device, start), torch.enable_grad():
             with self._surroundings.applied(), drawing_as_traced(self.graph, self.device):
                 outputs = self.graph.forward(*local)
-            return list(
-                torch.autograd.grad(
-                    [outputs[i] for i in incoming],
-                    [local[i] for i in self.wanted],
-                    list(incoming.values()),
-                    create_graph=create_graph,
-                    allow_unused=True,
-                )
+            gradients = torch.autograd.grad(
+                [outputs[i] for i in incoming],
+                [local[i] for i in self.wanted],
+                list(incoming.values()),
+                create_graph=create_graph,
+                allow_unused=True,
             )
+            # of what is empty, some kernels give the input itself, which adding up would count as changed
+            return [g.clone() if g is not None and not g.numel() else g for g in gradients]
 
 
 def _shrink(unit: Executable | Pair) -> None:

@@ -177,3 +177,19 @@ def test_no_rows_between_two_segments():
         for gradient, p in zip(got, net.parameters(), strict=True):
             torch.testing.assert_close(gradient, p.grad, rtol=1e-4, atol=1e-5)
     assert fallbacks
+
+
+def test_gradients_that_a_kernel_gives_as_the_input_itself():
+    """The gradient of a cumulative extremum of nothing, in torch's kernel: adding to it is no change of the input."""
+
+    @torch.compile(backend="lightning_ort")
+    def step(x, y):
+        largest = y.cummax(-1)[0]
+        return (largest * 0.3).tanh().sum() + x.sum(), largest, torch.nn.functional.softsign(y)
+
+    x, y = torch.ones(2, requires_grad=True), torch.zeros(0, 3, 4, requires_grad=True)
+    for result in reversed(step(x, y)):
+        (result.sum() * 0.3).backward(retain_graph=True)
+    assert y._version == 0
+    assert y.grad.shape == y.shape
+    torch.testing.assert_close(x.grad, torch.full((2,), 0.3))
