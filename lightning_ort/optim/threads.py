@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -15,6 +16,12 @@ _FIRST = 2
 """updates that are not measured: states are made in them, and threads started"""
 _MEASURED = 8
 """updates that are, with each number of threads"""
+
+
+@functools.cache
+def _can_change() -> bool:
+    """Whether the number of torch's threads may be changed once they have worked: where they are OpenMP's."""
+    return "ATen parallel backend: OpenMP" in torch.__config__.parallel_info()
 
 
 def may_take_fewer(optimizer: Optimizer) -> bool:
@@ -64,7 +71,7 @@ class UpdateThreads:
         """The update begins, all that comes before it is done."""
         self.end()  # the last one may have raised
         threads = torch.get_num_threads()
-        if threads == 1:
+        if threads == 1 or not _can_change():
             return
         self._running = self._one if self._one is not None else self._updates % 2 == 0
         self._before = threads
