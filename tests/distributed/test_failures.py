@@ -20,12 +20,12 @@ from lightning_ort.distributed.rendezvous import fresh_part
 from .kills import kill
 from .test_data_parallel import launch
 
+pytestmark = pytest.mark.stock_only  # how processes end is the same beside any ONNX Runtime
+
 SCRIPT = Path(__file__).parent / "failing.py"
 
 
-@pytest.mark.parametrize(
-    ("how", "rank", "step"), [("kill", 1, 6), pytest.param("kill", 0, 9, marks=pytest.mark.stock_only), ("raise", 1, 5)]
-)
+@pytest.mark.parametrize(("how", "rank", "step"), [("kill", 1, 6), ("kill", 0, 9), ("raise", 1, 5)])
 def test_the_others_name_the_rank(how, rank, step, tmp_path):
     processes = launch(2, SCRIPT, how, str(rank), str(step), str(tmp_path), timeout=120)
     survivor, failed = processes[1 - rank], processes[rank]
@@ -42,7 +42,7 @@ def test_the_others_name_the_rank(how, rank, step, tmp_path):
 
 @pytest.mark.parametrize(
     ("rank", "after", "launcher"),
-    [(1, 0.0, "torchrun"), pytest.param(0, 6.0, "script", marks=pytest.mark.stock_only)],
+    [(1, 0.0, "torchrun"), (0, 6.0, "script")],
 )
 def test_killed_at_any_moment(rank, after, launcher, tmp_path):
     """Before the processes have met, and later, by a clock; ``python -m tests.distributed.kills`` tries more."""
@@ -50,7 +50,6 @@ def test_killed_at_any_moment(rank, after, launcher, tmp_path):
     assert found.right, found
 
 
-@pytest.mark.stock_only
 def test_torchrun_starts_all_again(tmp_path):
     """After a kill in step 9; rank 0 is first to come back, and the fit goes on from the checkpoint of step 8."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
