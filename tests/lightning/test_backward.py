@@ -184,6 +184,16 @@ def test_callbacks_before_backward(handed_out):
     assert not any(handed_out)
 
 
+def test_who_looks_for_anomalies_or_profiles(handed_out):
+    """Both follow the operators of the engine."""
+    fit(Classifier, table, max_steps=3, detect_anomaly=True)
+    with torch.profiler.profile():
+        fit(Classifier, table, max_steps=3)
+    assert not any(handed_out)
+    fit(Classifier, table, max_steps=3)
+    assert handed_out == [False] * 6 + [True] * 3
+
+
 class TimesZero(Classifier):
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) * (0.0 if batch_idx == 2 else 1.0)
