@@ -48,3 +48,12 @@ def fresh_state():
     TRACES.clear()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def two_threads():
+    """Two threads of torch, also where pytest-xdist gives each test one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)

@@ -228,13 +228,13 @@ def hand_out(loss: torch.Tensor, node: Any) -> bool:
         return False
     if node.finite is not None or torch.is_anomaly_enabled() or torch.autograd._profiler_enabled():
         return False
-    given = {i: g for i, g in zip(node.region.wanted, node.gradients, strict=True) if g is not None}
-    pairs = [(node.kept.args[i], g) for i, g in given.items()]
+    args = node.kept.args
+    pairs = [(args[i], g) for i, g in zip(node.region.wanted, node.gradients, strict=True) if g is not None]
     if any(_is_watched(p) or not p.is_contiguous() for p, _ in pairs):
         return False
-    if any(
-        count > _idle_references() for count in _references(node.next_functions)
-    ):  # somebody may have put hooks there
+    # somebody else who holds an end may have put hooks there
+    idle = _idle_references()
+    if any(count > idle for count in _references(node.next_functions)):
         return False
     before = [p.grad for p, _ in pairs]
     if any(b is not None and not _takes(b, g) for b, (_, g) in zip(before, pairs, strict=True)):

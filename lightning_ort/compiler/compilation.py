@@ -13,7 +13,7 @@ from torch._guards import TracingContext, tracing
 
 from lightning_ort.compiler.eager_graph import EagerGraph
 from lightning_ort.compiler.executors.executable import Executable
-from lightning_ort.compiler.executors.onnxruntime import ORTExecutable
+from lightning_ort.compiler.executors.onnxruntime import ONE_THREAD, ORTExecutable
 from lightning_ort.compiler.executors.torch import TorchExecutable
 from lightning_ort.compiler.functional_graph import Untraceable
 from lightning_ort.compiler.global_state import Surroundings
@@ -113,6 +113,15 @@ class Compilation:
         with self._tracing():
             return self._make(executor, derivative, differentiated)
 
+    def rivals(self, unit: Executable | Pair) -> list[str]:
+        """Executors that may be faster than ``unit``, which ONNX Runtime runs."""
+        names = ["torch"]
+        if self._sessions.placement == "fastest+inductor":
+            names.append("inductor")
+        if self._sessions.may_take_one_thread and any(graph.is_threaded for graph in unit.graphs):
+            names.append(ONE_THREAD)
+        return names
+
     def _make(self, executor: str, derivative: Derivative, differentiated: Sequence[int]) -> Executable | Pair:
         facts = size_facts(self._context.fake_mode)
         native = not executor.startswith("onnxruntime")
@@ -150,8 +159,8 @@ class Compilation:
     def _compile(self, executor: str, traced: Traced, extra: Sequence[fx.Node] = ()) -> Executable:
         if executor == "onnxruntime":
             return ORTExecutable(traced, self._sessions, extra)
-        if executor == "onnxruntime-one-thread":
-            return ORTExecutable(traced, self._sessions.in_fewer_threads() or self._sessions, extra, executor)
+        if executor == ONE_THREAD:
+            return ORTExecutable(traced, self._sessions.on_one_thread(), extra, executor)
         # importing inductor takes longer than a small fit
         kind = _inductor() if executor == "inductor" else TorchExecutable
         return kind(traced, self._sessions.device, extra)

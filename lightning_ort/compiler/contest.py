@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from lightning_ort._version import __version__
+from lightning_ort.compiler.executors.onnxruntime import ONE_THREAD
 from lightning_ort.compiler.global_state import Surroundings
 from lightning_ort.compiler.symbolic_shapes import hint
 from lightning_ort.files.cache import Cache
@@ -29,7 +30,7 @@ __all__ = ["MEMORY", "Choice", "Contest", "Key", "Memory", "learns", "measures",
 
 _log = logging.getLogger(__name__)
 
-_EXECUTORS = {"onnxruntime", "onnxruntime-one-thread", "torch", "inductor", "eager"}
+_EXECUTORS = {"onnxruntime", ONE_THREAD, "torch", "inductor", "eager"}
 
 _BUDGET = 0.15
 """seconds after which no further round of a race begins"""
@@ -196,7 +197,7 @@ class Contest(Generic[Unit]):
         is_long = seconds["onnxruntime"] > _LONG
         hopeless = {"torch"} if seconds["eager"] > _PROMISING * seconds["onnxruntime"] else set()
         if is_long:  # a second thread is waited for in vain only where there is little for it to do
-            hopeless.add("onnxruntime-one-thread")
+            hopeless.add(ONE_THREAD)
         for name, make in self._rivals.items():
             if name not in hopeless:
                 if is_long:

@@ -143,10 +143,8 @@ class Region:
         if known is None:
             unit = make("onnxruntime")
             self._take(unit)
-            names = ["torch"] + ["inductor"] * (self._sessions.placement == "fastest+inductor")
-            if self._sessions.in_fewer_threads() and any(graph.is_threaded for graph in unit.graphs):
-                names.append("onnxruntime-one-thread")
-            self._contest = Contest(key, {name: functools.partial(make, name) for name in names})
+            rivals = self._compilation.rivals(unit)
+            self._contest = Contest(key, {name: functools.partial(make, name) for name in rivals})
             return
         if known.executor == "eager":
             self._stay(known, 0.0)

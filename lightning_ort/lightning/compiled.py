@@ -102,12 +102,11 @@ class CompiledMethods:
         if compiled is None or original != method:
             function = self._method(name)
             self._lists.expect(name, function)
-        if draws_weights:  # not kept
-            compiled = torch.compiler.disable(self._method(name), reason=_DRAWS_WEIGHTS)
-        elif compiled is None or original != method:
             # dynamic=None: other sizes become symbolic once they have changed
             compiled = torch.compile(with_own_code(function), backend=self._backend)
             self._compiled[key] = method, compiled
+        if draws_weights:
+            compiled = torch.compiler.disable(self._method(name), reason=_DRAWS_WEIGHTS)
         outer, self._running = self._running, self.report.step(f"{self._prefix}{name}")
         self._running.calls += 1
         if draws_weights:
@@ -126,7 +125,7 @@ class CompiledMethods:
             self._discard()
             if self._observer.failures != failures:
                 # Dynamo leaves the function to Python for good, but the next data may be right
-                self._compiled.pop(key, None)
+                del self._compiled[key]
             raise
         finally:
             self._lists.remove()

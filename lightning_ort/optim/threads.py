@@ -51,7 +51,7 @@ class UpdateThreads:
         self._one: bool | None = None
         # of the update that runs: threads to go back to, and whether it has but one
         self._before: int | None = None
-        self._running = False
+        self._on_one = False
         self._began = 0.0
 
     @property
@@ -70,12 +70,14 @@ class UpdateThreads:
     def begin(self) -> None:
         """The update begins, all that comes before it is done."""
         self.end()  # the last one may have raised
+        if self._one is False:
+            return
         threads = torch.get_num_threads()
         if threads == 1 or not _can_change():
             return
-        self._running = self._one if self._one is not None else self._updates % 2 == 0
+        self._on_one = self._one if self._one is not None else self._updates % 2 == 0
         self._before = threads
-        if self._running:
+        if self._on_one:
             torch.set_num_threads(1)
         self._began = self._clock()
 
@@ -88,13 +90,13 @@ class UpdateThreads:
         if self._before is None:
             return False
         seconds, threads, self._before = self._clock() - self._began, self._before, None
-        if self._running:
+        if self._on_one:
             torch.set_num_threads(threads)
         if self._one is not None:
             return False
         self._updates += 1
         if self._updates > _FIRST:
-            self._times[self._running].append(seconds)
+            self._times[self._on_one].append(seconds)
         if min(map(len, self._times.values())) == _MEASURED:
             one, many = (statistics.median(self._times[one]) for one in (True, False))
             self._one = one < many

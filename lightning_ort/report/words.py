@@ -9,8 +9,10 @@ from lightning_ort.report.account import GraphBreak, StepReport
 from lightning_ort.report.figures import Figures
 from lightning_ort.report.timeline import Where
 
-__all__ = ["EXECUTORS", "PAGE", "WHERE", "by_choice", "choices", "expected_breaks", "measured", "pays_from", "seconds",
-           "shares", "step_time", "unknown"]  # fmt: skip
+__all__ = [
+    "EXECUTORS", "PAGE", "WHERE", "by_choice", "choices", "counted", "expected_breaks", "measured", "pays_from",
+    "seconds", "shares", "step_time", "unknown",
+]  # fmt: skip
 
 PAGE = "docs/report.md"
 """where this is explained"""

@@ -103,10 +103,13 @@ class SessionFactory:
         alone = getattr(options, "use_per_session_threads", True)  # ONNX Runtime 1.19 has no other threads
         return only_cpu and alone and options.intra_op_num_threads == 1
 
-    def in_fewer_threads(self) -> SessionFactory | None:
-        """The same with one thread for all graphs; ``None`` where that is so already, or is not to be chosen."""
-        if not self.in_one_thread(small=True) or self.in_one_thread():
-            return None
+    @property
+    def may_take_one_thread(self) -> bool:
+        """Whether :meth:`on_one_thread` makes a difference, and the user has not set the number of threads."""
+        return self.in_one_thread(small=True) and not self.in_one_thread()
+
+    def on_one_thread(self) -> SessionFactory:
+        """The same with the options of small graphs for all."""
         made = copy.copy(self)
         made._options = self._small_options
         return made

@@ -122,14 +122,6 @@ def test_the_faster_one_is_taken(races, seconds, executor):
         )
 
 
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 def threads_of(graph):
     return [s.inner.get_session_options().intra_op_num_threads for s in graph.plan.sessions]
 

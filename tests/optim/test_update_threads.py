@@ -15,14 +15,6 @@ from lightning_ort.runtime.config import RuntimeConfig
 pytestmark = pytest.mark.stock_only
 
 
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 class Clock:
     """Updates take ``one`` seconds on one thread and ``many`` on several."""
 

@@ -18,7 +18,10 @@ from lightning_ort.compiler.trace import Traced
 from lightning_ort.report import timeline
 from lightning_ort.runtime.factory import SessionFactory
 
-__all__ = ["ORTExecutable"]
+__all__ = ["ONE_THREAD", "ORTExecutable"]
+
+ONE_THREAD = "onnxruntime-one-thread"
+"""what :class:`ORTExecutable` is called where all of its sessions have one thread, though there is work for several"""
 
 
 class ORTExecutable(Executable):
