@@ -26,16 +26,18 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def template(tmp_path, monkeypatch):
-    """A copy of the template, as the current folder."""
+    """A copy of the template, as the current folder.
+
+    Its modules stay imported, for the next copy too: jsonargparse names every subclass of a Callback that the process
+    has by the module to import it from, and warns of those that are gone.
+    """
     from lightning_ort.cli import main
 
     folder = tmp_path / "template"
     assert main(["new", str(folder)]) == 0
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])  # the command adds the current folder
-    yield folder
-    for name in [name for name in sys.modules if name.partition(".")[0] == "screening"]:
-        del sys.modules[name]
+    return folder
 
 
 def sweep_of(template: Path) -> ModuleType:

@@ -1,4 +1,4 @@
-"""A fit of one task of ``srun``: ``python slurm_worker.py FOLDER`` writes ``FOLDER/RANK.pt``."""
+"""A fit of one task of ``srun``: ``python slurm_worker.py FOLDER NODES DEVICES`` writes ``FOLDER/RANK.pt``."""
 
 from __future__ import annotations
 
@@ -36,15 +36,16 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     seed_everything(0, verbose=False)
     module = Line()
+    nodes, each = map(int, sys.argv[2:])
     trainer = Trainer(
-        accelerator="cpu", devices=2, strategy=ORTStrategy(print_report=False), max_epochs=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        accelerator="cpu", devices=each, num_nodes=nodes, strategy=ORTStrategy(print_report=False), max_epochs=1,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(module, DataLoader(TensorDataset(torch.arange(16.0)[:, None]), 4))
     environment = trainer.strategy.cluster_environment
     found = {
         "of slurm": isinstance(environment, SLURMEnvironment),
-        "rank": (trainer.global_rank, trainer.local_rank, trainer.world_size),
+        "rank": (trainer.global_rank, trainer.node_rank, trainer.local_rank, trainer.world_size),
         "steps": trainer.global_step,
         "seen": module.seen,
         "weights": dict(module.state_dict()),

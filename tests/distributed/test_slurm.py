@@ -27,22 +27,26 @@ def free_job() -> int:
 
 
 @pytest.mark.stock_only
-def test_tasks_of_srun(tmp_path):
+@pytest.mark.parametrize(("nodes", "each"), [(1, 2), (2, 1)], ids=["one-node", "two-nodes"])
+def test_tasks_of_srun(nodes, each, tmp_path):
     common = {
-        "SLURM_JOB_ID": str(free_job()), "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2",
-        "SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_NODELIST": "localhost", "OMP_NUM_THREADS": "1",
-        "LIGHTNING_ORT_MEASURE": "0",
+        "SLURM_JOB_ID": str(free_job()), "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": str(each), "SLURM_NNODES": str(nodes), "SLURM_NODELIST": "localhost,localhost",
+        "OMP_NUM_THREADS": "1", "LIGHTNING_ORT_MEASURE": "0",
     }  # fmt: skip
+    places = [divmod(rank, each) for rank in range(2)]
     tasks = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(tmp_path)],
-            env={**os.environ, **common, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            [sys.executable, str(SCRIPT), str(tmp_path), str(nodes), str(each)],
+            env={
+                **os.environ, **common, "SLURM_PROCID": str(rank), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local)
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(2)
-    ]
+        for rank, (node, local) in enumerate(places)
+    ]  # fmt: skip
     try:
         outputs = [task.communicate(timeout=150)[0] for task in tasks]
     finally:
@@ -51,7 +55,7 @@ def test_tasks_of_srun(tmp_path):
     assert [task.returncode for task in tasks] == [0, 0], "\n".join(outputs)[-4000:]
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert first["of slurm"] and second["of slurm"]
-    assert (first["rank"], second["rank"]) == ((0, 0, 2), (1, 1, 2))
+    assert [first["rank"], second["rank"]] == [(rank, *place, 2) for rank, place in enumerate(places)]
     assert first["steps"] == second["steps"] == 2
     assert first["seen"] + second["seen"] == sum(range(16)) and first["seen"] != second["seen"]
     assert all(torch.equal(x, second["weights"][name]) for name, x in first["weights"].items())

@@ -139,7 +139,9 @@ def _joint(
         if not varying(infos) or len(found) == 2:
             break
     if not found:
-        raise UnsupportedError(f"The {what} cannot be differentiated: {reason}") from reason
+        named = [name for name in independent(infos) if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", str(reason))]
+        advice = f" Of {', '.join(named)}, declare as numbers the ones that are always the same." if named else ""
+        raise UnsupportedError(f"The {what} cannot be differentiated: {reason}{advice}") from reason
     # something was decided by a size; two traces tell whether it matters
     if len(found) != 2 or not holds_for(found[0].traced, found[1].traced):
         raise UnsupportedError(
