@@ -262,13 +262,23 @@ class Key:
             [getattr(n.target, "__qualname__", None) or str(n.target) for n in calls],
             [(x.dim(), x.dtype, str(x.device), tuple(map(hint, x.shape)) if x.requires_grad else ()) for x in tensors],
             [kind, surroundings.autocast, surroundings.dtype],
-            [config.providers, config.provider_options, _described(config.session_options), config.placement],
-            torch.get_num_threads(),
-            _machine(),
+            _means(config),
         ]
         sizes = [[hint(size) for size in x.shape] for x in tensors]
         elements = sum(math.prod(row) for x, row in zip(tensors, sizes, strict=True) if not x.requires_grad)
         return cls(_hashed(common), _hashed([common, graph.code, sizes, is_open]), elements)
+
+    @classmethod
+    def of_update(cls, optimizer: type, parts: Any, elements: int, config: RuntimeConfig) -> Key:
+        """Take it from the class of an optimizer and the ``parts`` that make its update what it is, sizes included."""
+        name = _hashed(["update", optimizer.__module__, optimizer.__qualname__, parts, _means(config)])
+        return cls(name, name, elements)
+
+
+def _means(config: RuntimeConfig) -> list[Any]:
+    """What the time of everything depends on."""
+    options = [config.providers, config.provider_options, _described(config.session_options), config.placement]
+    return [options, torch.get_num_threads(), _machine()]
 
 
 def _hashed(parts: Any) -> str:

@@ -71,7 +71,8 @@ class ORTStrategy(EngineOptions, OnDevices):
             :class:`~lightning_ort.errors.MismatchError` if it differs.
         print_report: print the report when a fit has ended.
         optimizer: who updates the parameters: ``"ort"`` (ONNX Runtime; torch where it cannot, which is reported),
-            ``"torch"``, or ``"auto"``, the faster of the two by a rule of sizes. The states are torch's in any case.
+            ``"torch"``, or ``"auto"``, which measures what is fastest, torch's fused kernels included, and remembers
+            it. The states are torch's in any case.
         start_method: how several processes of one machine are started, as ``DDPStrategy`` has it; by default
             ``"fork"`` in a notebook, and as scripts of their own (``"popen"``) elsewhere.
         cluster_environment: who has started the processes of several devices or nodes. This argument and those that

@@ -39,7 +39,8 @@ def test_tasks_of_srun(nodes, each, tmp_path):
         subprocess.Popen(
             [sys.executable, str(SCRIPT), str(tmp_path), str(nodes), str(each)],
             env={
-                **os.environ, **common, "SLURM_PROCID": str(rank), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local)
+                **os.environ, **common,
+                "SLURM_PROCID": str(rank), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local),
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

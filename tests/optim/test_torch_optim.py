@@ -15,7 +15,6 @@ from lightning_ort import optim as own
 from lightning_ort.errors import MismatchError, UnsupportedError
 from lightning_ort.optim.rules import Adam
 from lightning_ort.optim.torch_optim import InTorch, StepHook
-from lightning_ort.optim.torch_optim.hook import why_torch_is_faster
 from lightning_ort.report import OptimizerReport
 from lightning_ort.runtime.config import RuntimeConfig
 
@@ -564,33 +563,3 @@ def test_values_that_are_not_finite():
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(p.isnan(), q.isnan()) and p.isnan().all()
     assert report.in_ort == 3
-
-
-def many(count, size):
-    return [nn.Parameter(torch.zeros(size)) for _ in range(count)]
-
-
-def test_who_is_faster_is_a_rule():
-    assert why_torch_is_faster(optim.Adam(many(6, 2048))) is None
-    assert "5 tensors of 10 elements" in why_torch_is_faster(optim.Adam(many(5, 10)))
-    assert "of 2048 elements at most" in why_torch_is_faster(optim.RMSprop(many(6, 2049)))
-    assert why_torch_is_faster(own.Lamb(many(6, 4096))) is None
-    assert "fused=True" in why_torch_is_faster(optim.Adam(many(6, 10), fused=True))
-    assert "foreach=True" in why_torch_is_faster(optim.Adam(many(6, 10), foreach=True))
-    assert "SGD" in why_torch_is_faster(optim.SGD(many(60, 10), momentum=0.9))
-    on_meta = [nn.Parameter(torch.zeros(3, device="meta")) for _ in range(6)]
-    assert "a device other than the CPU" in why_torch_is_faster(optim.Adam(on_meta))
-
-
-def test_auto_follows_the_rule_and_asks_again_for_new_groups():
-    params = many(6, 4)
-    optimizer = optim.Adam(params[:5])
-    report = hook(optimizer, "auto")[1]
-    for p in params:
-        p.grad = torch.ones(4)
-    optimizer.step()
-    assert (report.in_ort, report.in_torch) == (0, 1)
-    assert report.reasons[0].reason.startswith("optimizer='auto' found torch to be faster: it has 5 tensors")
-    optimizer.add_param_group({"params": params[5:]})
-    optimizer.step()
-    assert (report.in_ort, report.in_torch) == (1, 1)

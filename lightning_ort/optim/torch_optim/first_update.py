@@ -14,7 +14,7 @@ from lightning_ort.errors import MismatchError
 from lightning_ort.optim.torch_optim.members import Member
 from lightning_ort.verification import UPDATE, UPDATE_ROUNDING, distance, largest
 
-__all__ = ["FirstUpdate"]
+__all__ = ["FirstUpdate", "allowed"]
 
 
 class FirstUpdate:
@@ -41,8 +41,8 @@ class FirstUpdate:
             for n, (got, old, wanted) in enumerate(zip(_tensors(m), before, expected, strict=True)):
                 # a weight is judged by its change, which may be tiny beside it
                 scale = wanted - old if n == 0 else wanted
-                off, allowed = distance(got, wanted), _allowed(wanted, scale)
-                if off <= allowed:
+                off, most = distance(got, wanted), allowed(wanted, scale)
+                if off <= most:
                     continue
                 exact = exact or self._updated(torch.float64)
                 theirs, ours = distance(wanted.double(), exact[k][n]), distance(got.double(), exact[k][n])
@@ -52,7 +52,7 @@ class FirstUpdate:
                 what = "the new value" if n == 0 else f"state {(*m.names, 'step')[n - 1]!r}"
                 raise MismatchError(
                     f"{type(self._optimizer).__name__}: {what} of {self._name(m)} differs between ONNX Runtime and "
-                    f"torch: largest difference {off:.3g}, allowed {allowed:.3g}. Nothing was updated. Please report "
+                    f"torch: largest difference {off:.3g}, allowed {most:.3g}. Nothing was updated. Please report "
                     "it; ORTStrategy(optimizer='torch') lets torch make the updates, verify=False skips this check."
                 )
 
@@ -114,5 +114,6 @@ def _counter_names(member: Member, state: Any) -> list[str]:
     return [name for name in ("step", "mu_product") if name in state][: len(member.counters)]
 
 
-def _allowed(wanted: Tensor, scale: Tensor) -> float:
+def allowed(wanted: Tensor, scale: Tensor) -> float:
+    """How far from ``wanted`` an update may end for a reason of rounding, where the change is of the size ``scale``."""
     return UPDATE[wanted.dtype] * largest(scale) + 4 * torch.finfo(wanted.dtype).eps * largest(wanted)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -13,15 +13,23 @@ from lightning_ort.distributed.sharding import local_part
 from lightning_ort.errors import UnsupportedError
 from lightning_ort.lightning_packages import PACKAGES, rank_zero_info
 from lightning_ort.optim.kinds import unwrapped
-from lightning_ort.optim.optimizers import Lamb
 from lightning_ort.optim.threads import UpdateThreads, may_take_fewer
+from lightning_ort.optim.torch_optim.choice import (
+    AS_WRITTEN,
+    FUSED,
+    ONNXRUNTIME,
+    GroupsOfOneStep,
+    choose,
+    fused_groups,
+    may_run_fused,
+)
 from lightning_ort.optim.torch_optim.members import InTorch
 from lightning_ort.optim.torch_optim.stepper import OptimizerStepper, why_not
 from lightning_ort.report import InTorch as Entry
 from lightning_ort.report import OptimizerReport, Report
 from lightning_ort.runtime.config import RuntimeConfig
 
-__all__ = ["HookedOptimizers", "Mode", "StepHook", "why_torch_is_faster"]
+__all__ = ["HookedOptimizers", "Mode", "StepHook"]
 
 Mode = Literal["auto", "torch", "ort"]
 
@@ -30,11 +38,12 @@ class StepHook:
     """Makes the updates of ``optimizer`` whenever its ``step`` is called, by whomever.
 
     A step pre-hook hands ``step`` a closure that calls the user's, makes the update, and leaves nothing for torch to
-    update. So hooks, schedulers that count the calls of ``step``, and whatever else is wrapped around it, stay.
+    update, or has torch make it by another kernel. So hooks, schedulers that count the calls of ``step``, and whatever
+    else is wrapped around it, stay.
 
     Args:
         optimizer: any torch optimizer.
-        mode: ``"ort"``, or ``"auto"`` where ONNX Runtime is faster.
+        mode: ``"ort"``, or ``"auto"`` for what is measured to be fastest.
         config: how sessions are made.
         verify: compare the first update of each graph with torch's.
         refuse: raise where torch would have to make an update, in mode ``"ort"``.
@@ -57,15 +66,17 @@ class StepHook:
         announce: Callable[[str], None],
     ) -> None:
         self.optimizer, self.report = optimizer, report
-        self._mode, self._announce = mode, announce
+        self._mode, self._announce, self._config = mode, announce, config
         self._refuse = refuse and mode == "ort"
         self._stepper: OptimizerStepper | None = None
-        # number of groups when the choice was made, and why it fell on torch
-        self._choice: tuple[int, str | None] = (-1, None)
+        # what the choice was made for, and the choice
+        self._chosen_for: tuple[Any, ...] = ()
+        self._executor = ONNXRUNTIME if mode == "ort" else AS_WRITTEN
         reason = why_not(optimizer)
         if reason is None:
             self._stepper = OptimizerStepper(optimizer, config, verify=verify)
         else:
+            self._executor = AS_WRITTEN
             self._note(reason)
         previous = _PRESENT.get(optimizer, lambda: None)()
         if previous is not None:  # of another strategy: two would make two updates
@@ -86,19 +97,26 @@ class StepHook:
     # the update and what it calls are no part of a step's graph
     @torch.compiler.disable
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        in_torch = self._stepper is None or not self._chosen()
-        if in_torch:
+        if self._mode == "auto" and self._stepper is not None:
+            self._choose()
+        in_ort = self._executor == ONNXRUNTIME
+        if not in_ort:
             self.report.in_torch += 1
-            if not self._may_take_fewer():
+            if self._executor == AS_WRITTEN and not self._may_take_fewer():
                 return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
 
         def closure_and_update() -> Any:
             result = None if closure is None else closure()
-            if in_torch:
-                self._threads.begin()
-            elif self._update():
-                optimizer.param_groups = _Updated(optimizer)
+            if in_ort:
+                if self._update():
+                    optimizer.param_groups = GroupsOfOneStep(optimizer, ())
+                return result
+            if self._executor == FUSED:
+                if not may_run_fused(optimizer.param_groups):
+                    return result
+                optimizer.param_groups = GroupsOfOneStep(optimizer, fused_groups(optimizer.param_groups))
+            self._threads.begin()
             return result
 
         rest = {key: value for key, value in kwargs.items() if key != "closure"}
@@ -116,15 +134,16 @@ class StepHook:
             self._fewer = groups, may_take_fewer(self.optimizer)
         return self._fewer[1]
 
-    def _chosen(self) -> bool:
-        if self._mode == "ort":
-            return True
-        groups = len(self.optimizer.param_groups)
-        if self._choice[0] != groups:
-            self._choice = groups, why_torch_is_faster(self.optimizer)
-            if self._choice[1] is not None:
-                self._note(f"optimizer='auto' found torch to be faster: {self._choice[1]}")
-        return self._choice[1] is None
+    def _choose(self) -> None:
+        """Choose again who makes the updates, if groups or a state have come in since."""
+        groups, state = len(self.optimizer.param_groups), self.optimizer.state
+        if self._chosen_for and self._chosen_for[0] == groups and self._chosen_for[1] is state:
+            return
+        self._chosen_for = groups, state
+        choice, reason = choose(self.optimizer, self._config)
+        self._executor = choice.executor
+        if reason is not None:
+            self._note(f"optimizer='auto': {reason}")
 
     def _update(self) -> bool:
         assert self._stepper is not None
@@ -155,18 +174,6 @@ class StepHook:
 
 _PRESENT: weakref.WeakKeyDictionary[Optimizer, weakref.ref[StepHook]] = weakref.WeakKeyDictionary()
 """optimizer to the hook that it has, and keeps"""
-
-
-class _Updated(list):
-    """Stands for the groups of an optimizer whose update has been made: none, for the loop that follows the closure."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        super().__init__()
-        self._optimizer, self._groups = optimizer, optimizer.param_groups
-
-    def __iter__(self) -> Iterator[Any]:
-        self._optimizer.param_groups = self._groups
-        return iter(())
 
 
 class HookedOptimizers:
@@ -237,34 +244,3 @@ class HookedOptimizers:
     def remove(self) -> None:
         """Leave all updates to torch from now on."""
         self.attach(())
-
-
-FEWEST = 6
-"""Tensors from which one graph for all of them is faster than a handful of torch calls for each."""
-
-LARGEST = 2048
-"""Elements of an average tensor up to which it is; beyond, the passes over memory decide, where torch needs fewer."""
-
-
-def why_torch_is_faster(optimizer: Optimizer) -> str | None:
-    """Why torch's own update of ``optimizer`` is at least as fast; ``None`` if ONNX Runtime's is faster.
-
-    It depends on class, settings and sizes alone, so that the same program always gets the same answer.
-    """
-    groups = optimizer.param_groups
-    params = [p for group in groups for p in group["params"] if p.requires_grad]
-    if any(p.device.type != "cpu" for p in params):
-        return "nothing has been measured on a device other than the CPU"
-    for flag in ("fused", "foreach"):
-        if any(group.get(flag) for group in groups):
-            return f"{flag}=True is at least as fast"
-    if type(optimizer) is torch.optim.SGD:
-        return "SGD is too little work to hand over"
-    elements = sum(p.numel() for p in params) / max(len(params), 1)
-    largest = 2 * LARGEST if type(optimizer) is Lamb else LARGEST
-    if len(params) < FEWEST or elements > largest:
-        return (
-            f"it has {len(params)} tensors of {elements:.0f} elements on average; ONNX Runtime is faster from {FEWEST} "
-            f"tensors on, of {largest} elements at most"
-        )
-    return None

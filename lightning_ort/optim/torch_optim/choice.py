@@ -1,0 +1,216 @@
+"""Who makes the updates of a torch optimizer soonest: measured on parameters of its sizes, and remembered."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_ort.compiler.contest import MEMORY, Choice, Key, measures, race
+from lightning_ort.optim.threads import UpdateThreads
+from lightning_ort.optim.torch_optim.families import Group
+from lightning_ort.optim.torch_optim.first_update import allowed
+from lightning_ort.optim.torch_optim.stepper import OptimizerStepper
+from lightning_ort.runtime.config import RuntimeConfig
+from lightning_ort.verification import UPDATE, distance
+
+__all__ = [
+    "AS_WRITTEN", "FUSED", "ONNXRUNTIME", "GroupsOfOneStep", "choose", "fused_groups", "may_run_fused",
+]  # fmt: skip
+
+# the names of Choice
+ONNXRUNTIME, FUSED, AS_WRITTEN = "onnxruntime", "torch", "eager"
+
+_log = logging.getLogger(__name__)
+
+_SAMPLE = 1 << 20
+"""elements at most that are updated to measure, of as many tensors as that makes"""
+
+
+def choose(optimizer: Optimizer, config: RuntimeConfig) -> tuple[Choice, str | None]:
+    """Who is to make the updates of ``optimizer``, and why it is not ONNX Runtime.
+
+    The choice names :data:`ONNXRUNTIME`, torch's :data:`FUSED` kernel, or torch :data:`AS_WRITTEN`: what is called
+    without a flag, and by whoever has given one. Where nothing may be measured, it is as written.
+
+    Args:
+        optimizer: of a class that ONNX Runtime can update.
+        config: how sessions are made.
+    """
+    groups = optimizer.param_groups
+    params = [p for p in _params(optimizer) if p.requires_grad]
+    as_written = Choice(AS_WRITTEN, {})
+    if any(p.device.type != "cpu" for p in params):
+        return as_written, "nothing has been measured on a device other than the CPU"
+    for flag in ("fused", "foreach"):
+        if any(group.get(flag) for group in groups):
+            return as_written, f"{flag}=True was asked for"
+    if not params:
+        return as_written, "it has no parameters that require a gradient"
+    if not measures(config, params[0].device):
+        return as_written, "nothing is measured here"
+    candidates = [AS_WRITTEN, FUSED if _has_fused_kernel(optimizer) else ONNXRUNTIME]
+    shapes = [[(tuple(p.shape), p.dtype) for p in group["params"] if p.requires_grad] for group in groups]
+    settings = [sorted((k, str(v)) for k, v in group.items() if isinstance(v, bool)) for group in groups]
+    key = Key.of_update(type(optimizer), [shapes, settings, candidates], sum(p.numel() for p in params), config)
+    choice = MEMORY.get(key)
+    if choice is None or choice.executor not in candidates:
+        seconds = _measured(optimizer, candidates, config)
+        choice = MEMORY.agreed(key, Choice.among(seconds, AS_WRITTEN))
+        MEMORY.put(key, choice)
+    return choice, _reason(choice)
+
+
+def _reason(choice: Choice) -> str | None:
+    if choice.executor == ONNXRUNTIME:
+        return None
+    names = {FUSED: "by its fused kernel", AS_WRITTEN: "as written", ONNXRUNTIME: "in ONNX Runtime"}
+    times = [f"{time:.2g} ms {names[name]}" for name, time in choice.milliseconds.items()]
+    return f"an update was measured to take {', '.join(times)}; it is made {names[choice.executor]}"
+
+
+def _has_fused_kernel(optimizer: Optimizer) -> bool:
+    """Whether torch has a fused kernel on the CPU that may stand in for what ``optimizer`` calls.
+
+    Its states would be the same; nobody has said ``fused=False``.
+    """
+    groups, params = optimizer.param_groups, _params(optimizer)
+    states = [s for p in params for s in optimizer.state.get(p, {}).items()]
+    return (
+        all("fused" in group and group["fused"] is None for group in groups)
+        and not any(group.get("differentiable") or group.get("capturable") for group in groups)
+        # of which the kernel takes the number, and other code rounds with the tensor
+        and not any(isinstance(value, Tensor) for group in groups for value in group.values())
+        # the kernel counts in float32
+        and torch.get_default_dtype() == torch.float32
+        and all(p.dtype in UPDATE for p in params)
+        and all(_in_order(p) for p in params)
+        and all(
+            value.dtype == torch.float32 if name == "step" else _in_order(value)
+            for name, value in states
+            if isinstance(value, Tensor)
+        )
+    )
+
+
+def may_run_fused(groups: Iterable[Group]) -> bool:
+    """Whether parameters and gradients lie in memory one like the other.
+
+    The kernels take for granted that they do, and mix up elements otherwise.
+    """
+    for group in groups:
+        for p in group["params"]:
+            gradient = p.grad
+            if gradient is not None and not (_in_order(gradient) and p.is_contiguous()):
+                return False
+    return True
+
+
+def _in_order(x: Tensor) -> bool:
+    return x.layout is torch.strided and x.is_contiguous()
+
+
+def fused_groups(groups: Iterable[Group]) -> list[Group]:
+    """``groups`` with the flag that has torch take its fused kernel."""
+    return [{**group, "fused": True} for group in groups]
+
+
+class GroupsOfOneStep(list):
+    """Stands in for the groups of an optimizer in the one loop over them that its ``step`` has.
+
+    As that loop begins, the optimizer has its own groups again.
+
+    Args:
+        groups: what is looped over.
+    """
+
+    def __init__(self, optimizer: Optimizer, groups: Iterable[Group]) -> None:
+        super().__init__()
+        self._optimizer, self._own, self._groups = optimizer, optimizer.param_groups, groups
+
+    def __iter__(self) -> Iterator[Any]:
+        self._optimizer.param_groups = self._own
+        return iter(self._groups)
+
+
+def _measured(optimizer: Optimizer, candidates: Iterable[str], config: RuntimeConfig) -> dict[str, float]:
+    """Seconds of an update by each of ``candidates`` that can make one."""
+    twins = {name: _twin(optimizer) for name in candidates}
+    runs = {name: _update(twin, name, config) for name, twin in twins.items()}
+    with torch.no_grad():
+        before = [p.clone() for p in _params(twins[AS_WRITTEN])]
+        runs[AS_WRITTEN]()
+        expected = [p.clone() for p in _params(twins[AS_WRITTEN])]
+        for name in [name for name in runs if name != AS_WRITTEN]:
+            try:
+                runs[name]()
+                refused = "" if _agree(_params(twins[name]), expected, before) else "it computes something else"
+            except Exception as error:  # what cannot be seen from outside, and torch then does as it is written
+                refused = str(error)
+            if refused:
+                _log.info("%s makes no updates of %s: %s", name, type(optimizer).__name__, refused)
+                del runs[name]
+        return race(runs)
+
+
+def _params(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _agree(found: Iterable[Tensor], expected: Iterable[Tensor], before: Iterable[Tensor]) -> bool:
+    """Whether an update from ``before`` has come to what torch has come to."""
+    return all(
+        distance(got, wanted) <= allowed(wanted, wanted - old)
+        for got, wanted, old in zip(found, expected, before, strict=True)
+    )
+
+
+def _update(twin: Optimizer, name: str, config: RuntimeConfig) -> Callable[[], object]:
+    if name == ONNXRUNTIME:
+        return OptimizerStepper(twin, config, verify=False).step
+    # past the hooks that users have registered for all optimizers
+    step = getattr(type(twin).step, "__wrapped__", type(twin).step)
+    if name == AS_WRITTEN:
+        return lambda: step(twin)
+    groups, threads = twin.param_groups, UpdateThreads()
+
+    def fused() -> None:
+        if may_run_fused(groups):
+            twin.param_groups = GroupsOfOneStep(twin, fused_groups(groups))
+        with threads:
+            step(twin)
+
+    return fused
+
+
+def _twin(optimizer: Optimizer) -> Optimizer:
+    """An optimizer of the same settings for new parameters of the same sizes, or of a sample of these."""
+    generator = torch.Generator().manual_seed(0)
+    params = [p for p in _params(optimizer) if p.requires_grad]
+    every = max(1, math.ceil(sum(p.numel() for p in params) / _SAMPLE))
+    most = _SAMPLE // math.ceil(len(params) / every)
+    position = itertools.count()
+
+    def drawn(p: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, dtype=p.dtype, generator=generator)
+
+    def copies(params: Iterable[Tensor]) -> Iterator[Tensor]:
+        for p in params:
+            if p.requires_grad and next(position) % every == 0:
+                shape = tuple(p.shape) if every == 1 or p.numel() <= most else (most,)
+                new = drawn(p, shape).requires_grad_()
+                new.grad = drawn(p, shape)
+                yield new
+
+    twin = copy.copy(optimizer)
+    twin.param_groups = [{**group, "params": list(copies(group["params"]))} for group in optimizer.param_groups]
+    twin.state = defaultdict(dict)
+    return twin

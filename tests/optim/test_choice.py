@@ -1,0 +1,346 @@
+"""``optimizer="auto"``: who makes the updates of a torch optimizer is measured."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn, optim
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ort import ORTStrategy
+from lightning_ort import optim as own
+from lightning_ort.compiler.contest import MEMORY
+from lightning_ort.optim.torch_optim import StepHook, choice
+from lightning_ort.report import OptimizerReport
+from lightning_ort.runtime.config import RuntimeConfig
+
+FUSED_CASES = {
+    "adam": (optim.Adam, {"lr": 0.01, "weight_decay": 0.05}),
+    "adam-amsgrad": (optim.Adam, {"lr": 0.01, "amsgrad": True, "betas": (0.8, 0.9)}),
+    "adam-maximize": (optim.Adam, {"lr": 0.01, "maximize": True}),
+    "adamw": (optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "sgd": (optim.SGD, {"lr": 0.1, "weight_decay": 0.05}),
+    "sgd-momentum": (optim.SGD, {"lr": 0.02, "momentum": 0.9, "dampening": 0.3}),
+    "sgd-nesterov": (optim.SGD, {"lr": 0.02, "momentum": 0.8, "nesterov": True, "maximize": True}),
+    "adagrad": (optim.Adagrad, {"lr": 0.05, "lr_decay": 0.1, "initial_accumulator_value": 0.1}),
+}
+
+
+@pytest.fixture(autouse=True)
+def measuring(monkeypatch, tmp_path):
+    """Nothing is known of this machine."""
+    monkeypatch.setenv("LIGHTNING_ORT_MEASURE", "1")
+    monkeypatch.setenv("LIGHTNING_ORT_CACHE_DIR", str(tmp_path / "cache"))
+    MEMORY.forget()
+    yield
+    MEMORY.forget()
+
+
+@pytest.fixture
+def fastest(monkeypatch):
+    """``fastest(name)``: measuring finds the candidate ``name`` to be it. What was measured is in the result."""
+    measured = []
+
+    def make(name):
+        def pretend(runs, is_last=None):
+            measured.append(sorted(runs))
+            return {candidate: 1e-3 if candidate == name else 2e-3 for candidate in runs}
+
+        monkeypatch.setattr(choice, "race", pretend)
+        return measured
+
+    return make
+
+
+def hooked(optimizer, mode="auto"):
+    report = OptimizerReport(type(optimizer).__name__)
+    made = StepHook(
+        optimizer, mode, RuntimeConfig(), verify=True, refuse=False, report=report, announce=lambda text: None
+    )
+    return made, report
+
+
+def network(dtype=torch.float32):
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 2)).to(dtype)
+
+
+def train(net, optimizer, steps=range(20)):
+    for k in steps:
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(k), dtype=torch.float64)
+        x = x.to(next(net.parameters()).dtype)
+        optimizer.zero_grad()
+        loss = (net(x) - x[:, :2].sin()).square().mean()
+        (-loss if optimizer.param_groups[0].get("maximize") else loss).backward()
+        optimizer.step()
+
+
+def assert_close(got, wanted, share):
+    for (name, a), b in zip(got.named_parameters(), wanted.parameters(), strict=True):
+        assert (a - b).abs().max() <= share * b.abs().max(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("case", FUSED_CASES)
+def test_the_fused_kernel_trains_as_what_was_written(case, dtype, fastest):
+    measured = fastest("torch")
+    kind, settings = FUSED_CASES[case]
+    ours, theirs = network(dtype), network(dtype)
+    a, b = (kind(net.parameters(), **copy.deepcopy(settings)) for net in (ours, theirs))
+    called = []
+    a.register_step_post_hook(lambda *args: called.append("after"))
+    handle, report = hooked(a)
+    for net, optimizer in ((ours, a), (theirs, b)):
+        train(net, optimizer)
+    assert measured == [["eager", "torch"]]
+    assert called == ["after"] * 20
+    reach = 1e-5 if dtype == torch.float32 else 1e-10
+    assert_close(ours, theirs, reach)
+    # nothing of it can be seen: settings and states are those of the optimizer as it was written
+    mine, its = a.state_dict(), b.state_dict()
+    assert mine["param_groups"] == its["param_groups"] and mine["param_groups"][0]["fused"] is None
+    for number, state in its["state"].items():
+        assert list(mine["state"][number]) == list(state)
+        for name, value in state.items():
+            got = mine["state"][number][name]
+            assert (got is None) == (value is None)
+            if value is not None:
+                assert got.dtype == value.dtype
+                torch.testing.assert_close(got, value, rtol=reach, atol=reach)
+    assert report.in_torch == 20 and "it is made by its fused kernel" in report.reasons[0].reason
+    # and a state goes on without it
+    handle.remove()
+    train(ours, a, range(20, 25))
+    train(theirs, b, range(20, 25))
+    assert_close(ours, theirs, reach)
+
+
+class Kernels:
+    """Counts the updates of real parameters for which torch was asked for its fused kernel."""
+
+    def __init__(self, params, monkeypatch):
+        self.fused, self.params = 0, list(params)
+        original = torch._fused_adam_
+
+        def counted(params, *args, **kwargs):
+            self.fused += any(p is own for p in params for own in self.params)
+            return original(params, *args, **kwargs)
+
+        monkeypatch.setattr(torch, "_fused_adam_", counted)
+
+
+def channels_last(weights):
+    weights.data = weights.data.to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("what", ["weights", "gradient", "expanded", "sparse", "later"])
+def test_memory_that_the_fused_kernel_would_mix_up(what, fastest, monkeypatch):
+    fastest("torch")
+    kind = optim.SGD if what == "sparse" else optim.Adam
+    weights = [nn.Parameter(torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(0))) for _ in range(2)]
+    optimizers = [kind([p], 0.1) for p in weights]
+    hooked(optimizers[0])
+    kernels = Kernels(weights, monkeypatch)
+    for p, optimizer in zip(weights, optimizers, strict=True):
+        for k in range(4):
+            gradient = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(k))
+            if what == "weights" or (what == "later" and k == 2):
+                channels_last(p)
+            if what == "gradient":
+                gradient = gradient.to(memory_format=torch.channels_last)
+            elif what == "expanded":
+                gradient = gradient[:1, :1].expand(4, 3, 5, 5)
+            elif what == "sparse":
+                gradient = gradient.to_sparse(1)
+            p.grad = gradient
+            optimizer.step()
+    assert kernels.fused == (2 if what == "later" else 0)
+    torch.testing.assert_close(weights[0].detach(), weights[1].detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_settings_that_are_tensors(fastest):
+    measured = fastest("torch")
+    hooked(optimizer := optim.Adam(network().parameters(), torch.tensor(0.01)))
+    optimizer.step()
+    assert measured == [["eager", "onnxruntime"]]
+
+
+@pytest.mark.parametrize("fused", [True, False, None])
+@pytest.mark.parametrize("foreach", [True, False, None])
+def test_what_was_asked_for_stays(fused, foreach, fastest):
+    if fused and foreach:
+        pytest.skip("torch refuses it")
+    measured = fastest("torch")
+    net = network()
+    _, report = hooked(optimizer := optim.Adam(net.parameters(), fused=fused, foreach=foreach))
+    train(net, optimizer, range(2))
+    if fused or foreach:
+        assert not measured and f"{'fused' if fused else 'foreach'}=True was asked for" in report.reasons[0].reason
+    elif fused is False:
+        assert measured == [["eager", "onnxruntime"]]
+    else:
+        assert measured == [["eager", "torch"]]
+
+
+@pytest.mark.parametrize("kind", [optim.RMSprop, own.Lamb, optim.Adamax])
+@pytest.mark.parametrize("name", ["onnxruntime", "eager"])
+def test_without_a_fused_kernel(kind, name, fastest):
+    measured = fastest(name)
+    nets = network(), network()
+    optimizers = [kind(net.parameters(), lr=0.01) for net in nets]
+    _, report = hooked(optimizers[0])
+    for net, optimizer in zip(nets, optimizers, strict=True):
+        train(net, optimizer)
+    assert measured == [["eager", "onnxruntime"]]
+    assert (report.in_ort, report.in_torch) == ((20, 0) if name == "onnxruntime" else (0, 20))
+    assert_close(nets[0], nets[1], 1e-5)
+    if name == "eager":
+        assert all(torch.equal(p, q) for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True))
+        assert "2 ms in ONNX Runtime; it is made as written" in report.reasons[0].reason
+
+
+def test_what_was_measured_is_remembered(fastest):
+    measured = fastest("torch")
+    for lr in (0.1, 0.01):
+        hooked(optimizer := optim.Adam(network().parameters(), lr))
+        optimizer.step()
+    assert len(measured) == 1
+    MEMORY.forget()  # as in another process
+    hooked(optimizer := optim.Adam(network().parameters()))
+    optimizer.step()
+    assert len(measured) == 1
+    hooked(optimizer := optim.Adam(network().parameters(), amsgrad=True))
+    optimizer.step()
+    hooked(optimizer := optim.Adam(nn.Linear(4, 5).parameters()))
+    optimizer.step()
+    assert len(measured) == 3
+
+
+@pytest.mark.parametrize("why", ["deterministic", "off"])
+def test_where_nothing_may_be_measured(why, fastest, monkeypatch):
+    measured = fastest("torch")
+    nets = network(), network()
+    optimizers = [optim.Adam(net.parameters(), lr=0.01) for net in nets]
+    _, report = hooked(optimizers[0])
+    if why == "off":
+        monkeypatch.setenv("LIGHTNING_ORT_MEASURE", "0")
+    else:
+        torch.use_deterministic_algorithms(True)
+    try:
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            train(net, optimizer, range(3))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not measured and "nothing is measured here" in report.reasons[0].reason
+    assert all(torch.equal(p, q) for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True))
+
+
+def test_other_devices_are_not_measured(fastest):
+    measured = fastest("torch")
+    _, report = hooked(optimizer := optim.Adam([nn.Parameter(torch.zeros(3, device="meta"))]))
+    optimizer.step()
+    assert not measured and "a device other than the CPU" in report.reasons[0].reason
+
+
+def test_new_groups_and_states_are_looked_at(fastest, monkeypatch):
+    measured = fastest("torch")
+    net = network()
+    kernels = Kernels(net.parameters(), monkeypatch)
+    _, report = hooked(optimizer := optim.Adam(net[0].parameters(), 0.01))
+    train(net, optimizer, range(2))
+    optimizer.add_param_group({"params": net[2].parameters()})
+    train(net, optimizer, range(2))
+    assert len(measured) == 2 and kernels.fused == 2 + 4
+    # counted in float64, which the kernel would read as float32
+    state = copy.deepcopy(optimizer.state_dict())
+    for values in state["state"].values():
+        values["step"] = values["step"].double()
+    optimizer.load_state_dict(state)
+    twin = copy.deepcopy(net)
+    plain = optim.Adam([{"params": twin[0].parameters()}, {"params": twin[2].parameters()}], 0.01)
+    plain.load_state_dict(copy.deepcopy(state))
+    train(net, optimizer, range(2))
+    train(twin, plain, range(2))
+    assert kernels.fused == 2 + 4
+    assert_close(net, twin, 1e-5)
+    assert report.in_ort + report.in_torch == 6
+
+
+def test_a_kernel_that_computes_something_else_is_left_out(fastest, monkeypatch):
+    measured = fastest("torch")
+    monkeypatch.setattr(
+        choice, "fused_groups", lambda groups: [{**g, "fused": True, "eps": 1.0, "lr": 1.05e-3} for g in groups]
+    )
+    _, report = hooked(optimizer := optim.Adam(network().parameters(), 1e-3))
+    train(network(), optimizer, range(1))
+    assert measured == [["eager"]] and "it is made as written" in report.reasons[0].reason
+
+
+def test_measuring_leaves_everything(monkeypatch):
+    """Neither weights, states, random numbers nor the hooks of all optimizers see it; it is real, and short."""
+    net = network()
+    optimizer = optim.Adam(net.parameters(), 0.01)
+    train(net, optimizer, range(2))
+    before = copy.deepcopy((net.state_dict(), optimizer.state_dict(), torch.get_rng_state()))
+    called = []
+    handle = register_optimizer_step_pre_hook(lambda *args: called.append(args))
+    try:
+        found, _ = choice.choose(optimizer, RuntimeConfig())
+    finally:
+        handle.remove()
+    after = net.state_dict(), optimizer.state_dict(), torch.get_rng_state()
+    assert not called
+    assert set(found.milliseconds) == {"eager", "torch"} and all(t > 0 for t in found.milliseconds.values())
+    assert torch.equal(before[2], after[2]) and str(before[1]) == str(after[1])
+    assert all(torch.equal(p, after[0][name]) for name, p in before[0].items())
+
+
+@pytest.mark.parametrize("sizes", [[5_000_000], [3, 700_000, 700_000, 700_000, 5], [100_000] * 30, []])
+def test_much_is_measured_by_a_sample(sizes):
+    params = [nn.Parameter(torch.zeros(n)) for n in sizes]
+    frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
+    optimizer = optim.Adam([{"params": params}, {"params": [frozen], "lr": 1.0}])
+    if not sizes:
+        found, reason = choice.choose(optimizer, RuntimeConfig())
+        assert found.executor == "eager" and "no parameters" in reason
+        return
+    twin = choice._twin(optimizer)
+    drawn = [p for group in twin.param_groups for p in group["params"]]
+    assert 0 < sum(p.numel() for p in drawn) <= choice._SAMPLE
+    assert len(twin.param_groups) == 2 and optimizer.param_groups[0]["params"] == params
+
+
+class Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = network()
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return optim.AdamW(self.parameters(), 0.01)
+
+
+def test_a_fit(fastest):
+    fastest("torch")
+    data = DataLoader(TensorDataset(torch.randn(40, 4, generator=torch.Generator().manual_seed(0))), 4)
+    fitted = []
+    ort = ORTStrategy(print_report=False)
+    for strategy in ("auto", ort):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer = Trainer(
+                strategy=strategy, accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False,
+                enable_progress_bar=False, enable_model_summary=False, accumulate_grad_batches=2,
+            )  # fmt: skip
+            trainer.fit(module := Module(), data)
+        fitted.append(module)
+    assert_close(fitted[1], fitted[0], 1e-5)
+    [report] = ort.report().optimizers
+    assert report.in_torch == 10 and "by its fused kernel" in report.reasons[0].reason
