@@ -236,11 +236,13 @@ class Key:
         graph: the operators, their types, what is differentiated, the machine, its threads and the versions, as a hash.
         sizes: all of that and the sizes of the data, as a hash.
         elements: how many elements the data have.
+        program: all but the machine, as a hash: what is the same for all processes that train one model.
     """
 
     graph: str
     sizes: str
     elements: int
+    program: str
 
     @classmethod
     def of(
@@ -262,17 +264,19 @@ class Key:
             [getattr(n.target, "__qualname__", None) or str(n.target) for n in calls],
             [(x.dim(), x.dtype, str(x.device), tuple(map(hint, x.shape)) if x.requires_grad else ()) for x in tensors],
             [kind, surroundings.autocast, surroundings.dtype],
-            _means(config),
         ]
         sizes = [[hint(size) for size in x.shape] for x in tensors]
         elements = sum(math.prod(row) for x, row in zip(tensors, sizes, strict=True) if not x.requires_grad)
-        return cls(_hashed(common), _hashed([common, graph.code, sizes, is_open]), elements)
+        whole = [common, graph.code, sizes, is_open]
+        means = _means(config)
+        return cls(_hashed([common, means]), _hashed([whole, means]), elements, _hashed(whole))
 
     @classmethod
     def of_update(cls, optimizer: type, parts: Any, elements: int, config: RuntimeConfig) -> Key:
         """Take it from the class of an optimizer and the ``parts`` that make its update what it is, sizes included."""
-        name = _hashed(["update", optimizer.__module__, optimizer.__qualname__, parts, _means(config)])
-        return cls(name, name, elements)
+        whole = ["update", optimizer.__module__, optimizer.__qualname__, parts]
+        name = _hashed([whole, _means(config)])
+        return cls(name, name, elements, _hashed(whole))
 
 
 def _means(config: RuntimeConfig) -> list[Any]:
@@ -305,7 +309,7 @@ class Memory:
         """``choice``, or what another process has chosen before where several train one model."""
         if self.agreement is None:
             return choice
-        return dataclasses.replace(choice, executor=self.agreement(f"executor/{key.sizes}", choice.executor))
+        return dataclasses.replace(choice, executor=self.agreement(f"executor/{key.program}", choice.executor))
 
     def get(self, key: Key) -> Choice | None:
         """What was chosen for ``key`` or data of about that size, if anything was that can be read."""

@@ -574,7 +574,7 @@ def test_a_contest_of_long_runs(monkeypatch):
         now[0] += {"ort": 3.0, "native": 1.0, "eager": 2.0}[unit]
         order.append(unit)
 
-    key = contest.Key("graph", "sizes", 1)
+    key = contest.Key("graph", "sizes", 1, "program")
     found = contest.Contest(key, {"torch": lambda: "native"}).settle(
         "ort", run, partial(run, "eager"), lambda unit: order.append(f"shrink {unit}")
     )
@@ -592,7 +592,7 @@ def test_a_machine_that_was_busy_for_a_while(monkeypatch):
         now[0] += {"ort": 0.12, "native": 0.18, "eager": 0.3}[unit] * (1.5 + busy)
         order.append(unit)
 
-    key = contest.Key("graph", "sizes", 1)
+    key = contest.Key("graph", "sizes", 1, "program")
     found = contest.Contest(key, {"torch": lambda: "native"}).settle("ort", run, partial(run, "eager"))
     assert found == ("ort", Choice("onnxruntime", {"onnxruntime": 180.0, "eager": 450.0, "torch": 270.0}))
     assert order == ["ort", "ort", "eager", "eager", "native", "native", "ort", "eager", "native"]

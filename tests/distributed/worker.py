@@ -269,7 +269,7 @@ def agreement() -> dict[str, Any]:
             memory.agreement = trainer.strategy.ranks.agreed
             for n in range(3):
                 mine = Choice(("onnxruntime", "torch", "eager")[(n + trainer.global_rank) % 3], {})
-                seen.append(memory.agreed(Key("g", f"s{n}", 1), mine).executor)
+                seen.append(memory.agreed(Key("g", f"s{n} {trainer.global_rank}", 1, f"p{n}"), mine).executor)
 
     fit(Recurrent, ours(), max_steps=1, callbacks=[Asking()])
     return {"seen": seen}
