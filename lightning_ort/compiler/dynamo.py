@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import logging
 import sysconfig
 import threading
@@ -124,7 +125,7 @@ and again when they change.
 """
 
 
-_marked: list[torch.Tensor] | None = None
+_marked: contextvars.ContextVar[list[torch.Tensor] | None] = contextvars.ContextVar("marked", default=None)
 """while sizes are marked: the tensors with marks"""
 
 
@@ -135,22 +136,23 @@ def marked_open(sizes: Sequence[tuple[torch.Tensor, int]]) -> Iterator[None]:
     Args:
         sizes: tensors and numbers of dimensions; all marks are gone in the end.
     """
-    global _marked
-    outer, _marked = _marked, []
+    marked: list[torch.Tensor] = []
+    token = _marked.set(marked)
     for x, dim in sizes:
         _mark(x, {dim})
     try:
         yield
     finally:
-        for x in _marked:
+        for x in marked:
             x.__dict__.pop(_OPEN, None)
-        _marked = outer
+        _marked.reset(token)
 
 
 def _mark(tensor: torch.Tensor, dims: set[int]) -> None:
-    if _marked is not None:
+    marked = _marked.get()
+    if marked is not None:
         tensor.__dict__[_OPEN] = tensor.__dict__.get(_OPEN, set()) | dims
-        _marked.append(tensor)
+        marked.append(tensor)
 
 
 class OpenResults:
@@ -161,7 +163,7 @@ class OpenResults:
     """
 
     def __init__(self, graph: fx.GraphModule) -> None:
-        results = enumerate(graph.graph.output_node().args[0] if _marked is not None else ())
+        results = enumerate(graph.graph.output_node().args[0] if _marked.get() is not None else ())
         values = [(i, r.meta.get("example_value")) for i, r in results if isinstance(r, fx.Node)]
         self._dims = [(i, dims) for i, x in values if isinstance(x, torch.Tensor) and (dims := open_dims(x))]
 

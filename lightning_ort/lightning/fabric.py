@@ -146,6 +146,7 @@ class ORTFabricStrategy(EngineOptions, Devices):
     @override
     def optimizer_step(self, optimizer: Optimizer, **kwargs: Any) -> Any:  # type: ignore[override]
         self._before_update(optimizer)
+        self._hooked_optimizers.come_last(optimizer)
         return super().optimizer_step(optimizer, **kwargs)
 
     def name_of(self, module: torch.nn.Module) -> str:

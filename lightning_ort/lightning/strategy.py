@@ -310,6 +310,7 @@ class ORTStrategy(EngineOptions, OnDevices):
         assert self._steps is not None and self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
             self._before_update(optimizer)
+        self._hooked_optimizers.come_last(optimizer)
         began = time.perf_counter()
         result = super().optimizer_step(optimizer, self._steps.compile_closure(closure), model, **kwargs)
         timeline.update_ends(began)

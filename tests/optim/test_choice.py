@@ -163,6 +163,281 @@ def test_memory_that_the_fused_kernel_would_mix_up(what, fastest, monkeypatch):
     torch.testing.assert_close(weights[0].detach(), weights[1].detach(), rtol=1e-5, atol=1e-6)
 
 
+class Events:
+    """What may happen to an optimizer, its parameters and states in the middle of a training."""
+
+    @staticmethod
+    def first_gradient_in_another_order(k, net, optimizer):
+        if k == 0:
+            for p in net.parameters():
+                if p.dim() == 2:
+                    p.grad = p.grad.t().contiguous().t()
+
+    @staticmethod
+    def states_in_another_order(k, net, optimizer):
+        if k == 2:
+            for state in optimizer.state.values():
+                for name, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.dim() == 2:
+                        state[name] = value.t().contiguous().t()
+
+    @staticmethod
+    def one_counter(k, net, optimizer):
+        if k == 2:
+            steps = [state for state in optimizer.state.values() if "step" in state]
+            for state in steps:
+                state["step"] = steps[0]["step"]
+
+    @staticmethod
+    def counted_in_integers(k, net, optimizer):
+        if k == 2:
+            state = copy.deepcopy(optimizer.state_dict())
+            for values in state["state"].values():
+                if "step" in values:
+                    values["step"] = values["step"].long()
+            optimizer.load_state_dict(state)
+
+    @staticmethod
+    def first_gradients_later(k, net, optimizer):
+        if k < 2:
+            net[0].weight.grad = None
+
+    @staticmethod
+    def a_state_is_lost(k, net, optimizer):
+        if k == 2:
+            optimizer.state.pop(net[0].weight, None)
+
+    @staticmethod
+    def bfloat16(k, net, optimizer):
+        if k == 2:
+            gradients = [p.grad.bfloat16() for p in net.parameters()]
+            net.bfloat16()
+            for p, gradient in zip(net.parameters(), gradients, strict=True):
+                p.grad = gradient
+
+    @staticmethod
+    def double(k, net, optimizer):
+        if k == 2:
+            gradients = [p.grad.double() for p in net.parameters()]
+            net.double()
+            for p, gradient in zip(net.parameters(), gradients, strict=True):
+                p.grad = gradient
+
+    @staticmethod
+    def a_complex_one(k, net, optimizer):
+        if k == 2:
+            net.extra = nn.Parameter(torch.full((3,), 1 + 2j))
+            net.extra.grad = torch.full((3,), 0.5 - 1j)
+            optimizer.param_groups[0]["params"].append(net.extra)
+
+    @staticmethod
+    def reversed_signs(k, net, optimizer):
+        if k == 2:
+            net[0].weight.data = torch._neg_view(net[0].weight.data)
+
+    @staticmethod
+    def a_layer_that_is_lazy(k, net, optimizer):
+        if k == 0:
+            net.lazy = nn.LazyLinear(3)
+            optimizer.param_groups[0]["params"] += list(net.lazy.parameters())
+
+    @staticmethod
+    def twice(k, net, optimizer):
+        if k == 0:
+            optimizer.param_groups[0]["params"].append(net[0].weight)
+
+    @staticmethod
+    def other_settings(k, net, optimizer):
+        if k == 2:
+            optimizer.param_groups[0].update(lr=torch.tensor(0.03), weight_decay=0.1)
+
+
+KINDS = {
+    "adam": lambda params: optim.Adam(params, 0.02),
+    "adagrad": lambda params: optim.Adagrad(params, 0.05, lr_decay=0.1),
+    "sgd": lambda params: optim.SGD(params, 0.05),
+    "momentum": lambda params: optim.SGD(params, 0.05, momentum=0.9),
+    "lamb": lambda params: own.Lamb(params, 0.02),
+    "nadam": lambda params: optim.NAdam(params, 0.02),
+}
+
+
+def through(event, kind, hooks):
+    """Parameters, or the kind of the error, after some updates of a network to which the event happens."""
+    net = nn.Sequential(nn.Linear(6, 50), nn.Tanh(), nn.Linear(50, 4))
+    for k, p in enumerate(net.parameters()):
+        nn.init.normal_(p, generator=torch.Generator().manual_seed(k))
+    optimizer = KINDS[kind](net.parameters())
+    if hooks:
+        hooked(optimizer)
+    if event.__name__ in ("a_layer_that_is_lazy", "twice"):
+        event(0, net, optimizer)
+    for k in range(5):
+        for n, p in enumerate(net[0:3].parameters()):
+            generator = torch.Generator().manual_seed(10 * k + n)
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        if event.__name__ not in ("a_layer_that_is_lazy", "twice"):
+            event(k, net, optimizer)
+        groups = optimizer.param_groups
+        try:
+            optimizer.step()
+        except (RuntimeError, TypeError, AttributeError) as error:
+            return type(error)
+        assert optimizer.param_groups is groups and all(g.get("fused") is None for g in groups)
+    states = [v for p in net[0:3].parameters() for v in optimizer.state.get(p, {}).values() if torch.is_tensor(v)]
+    return [p.detach().clone() for p in net[0:3].parameters()] + [v.clone() for v in states]
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+@pytest.mark.parametrize("name", ["torch", "onnxruntime"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "event", [f for n, f in vars(Events).items() if n[0] != "_"], ids=lambda f: f.__func__.__name__
+)
+def test_what_may_happen_in_a_training(event, kind, name, fastest):
+    fastest(name)
+    event = event.__func__
+    wanted, got = through(event, kind, False), through(event, kind, True)
+    if isinstance(wanted, type):
+        assert got is wanted
+        return
+    assert not isinstance(got, type), got
+    for a, b in zip(got, wanted, strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-6)
+
+
+class Scaled(optim.Adam):
+    """A subclass that needs an attribute of its own, and whose way back from a file changes a setting."""
+
+    def __init__(self, params, lr, scale):
+        super().__init__(params, lr)
+        self.scale = scale
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group["lr"] = 1e-6
+
+    def _init_group(self, group, *args):
+        for p in group["params"]:
+            p.grad.mul_(self.scale)
+        return super()._init_group(group, *args)
+
+
+def test_a_class_of_ones_own_is_not_measured(fastest):
+    measured = fastest("torch")
+    nets = network(), network()
+    optimizers = [Scaled(net.parameters(), 0.01, 0.5) for net in nets]
+    _, report = hooked(optimizers[0])
+    for net, optimizer in zip(nets, optimizers, strict=True):
+        train(net, optimizer)
+    assert not measured and "Scaled may do more" in report.reasons[0].reason
+    assert all(torch.equal(p, q) for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True))
+
+
+def wrapping(optimizer, seen):
+    """A pre-hook that clips, and changes a setting, when the closure has run."""
+
+    def pre(o, args, kwargs):
+        closure = args[1] if len(args) > 1 else kwargs["closure"]
+
+        def wrapped():
+            loss = closure()
+            seen.append((len(o.param_groups), o.param_groups[0].get("fused")))
+            nn.utils.clip_grad_norm_([p for group in o.param_groups for p in group["params"]], 0.01)
+            for group in o.param_groups:
+                group["lr"] *= 0.9
+            return loss
+
+        return (args[0], wrapped), {}
+
+    optimizer.register_step_pre_hook(pre)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(optim.Adam, "torch"), (own.Lamb, "onnxruntime")])
+def test_a_hook_that_wraps_the_closure(kind, name, fastest):
+    fastest(name)
+    nets, seen = (network(), network()), []
+    optimizers = [kind(net.parameters(), lr=0.05) for net in nets]
+    _, report = hooked(optimizers[0])
+    for net, optimizer in zip(nets, optimizers, strict=True):
+        wrapping(optimizer, seen)
+        for k in range(6):
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(k))
+
+            def closure(net=net, optimizer=optimizer, x=x):
+                optimizer.zero_grad()
+                loss = net(x).square().mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+    assert seen == [(1, None)] * 12
+    assert_close(nets[0], nets[1], 1e-5)
+    assert optimizers[0].param_groups[0]["lr"] == optimizers[1].param_groups[0]["lr"]
+    [late] = [entry.reason for entry in report.reasons if "pre-hook" in entry.reason]
+    assert late.endswith("was registered after that of this strategy, which comes last from now on")
+    if name == "onnxruntime":
+        assert (report.in_ort, report.in_torch) == (5, 1)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(optim.Adam, "torch"), (own.Lamb, "onnxruntime")])
+def test_a_hook_that_calls_the_closure_again(kind, name, fastest):
+    fastest(name)
+    nets = network(), network()
+    optimizers = [kind(net.parameters(), lr=0.05) for net in nets]
+    hooked(optimizers[0])
+    for net, optimizer in zip(nets, optimizers, strict=True):
+        groups, losses = optimizer.param_groups, []
+        optimizer.register_step_post_hook(lambda o, args, kwargs, losses=losses: losses.append(args[1]().item()))
+        for k in range(4):
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(k))
+
+            def closure(net=net, optimizer=optimizer, x=x):
+                optimizer.zero_grad()
+                loss = net(x).square().mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+            assert optimizer.param_groups is groups
+        assert len(losses) == 4
+    assert_close(nets[0], nets[1], 1e-5)
+    assert str(optimizers[0].state_dict()["param_groups"]) == str(optimizers[1].state_dict()["param_groups"])
+
+
+@pytest.mark.parametrize("ended_by", ["the next step", "the end of the fit"])
+def test_an_interrupt_before_the_loop(ended_by, fastest, monkeypatch):
+    fastest("torch")
+    net = network()
+    hook, _ = hooked(optimizer := optim.Adam(net.parameters(), 0.01))
+    train(net, optimizer, range(1))
+    groups = optimizer.param_groups
+
+    class Interrupting(choice.GroupsOfOneStep):
+        def __iter__(self):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lightning_ort.optim.torch_optim.hook.GroupsOfOneStep", Interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    if ended_by == "the next step":
+        optimizer.step()
+    else:
+        hook.remove()
+    assert optimizer.param_groups is groups
+
+
+def test_later_groups_have_the_settings_that_they_would_have():
+    """Measuring leaves the defaults of the class alone."""
+    optimizer = own.Lamb(network().parameters(), 0.01)
+    defaults = dict(optimizer.defaults)
+    choice.choose(optimizer, RuntimeConfig())
+    assert optimizer.defaults == defaults
+
+
 def test_settings_that_are_tensors(fastest):
     measured = fastest("torch")
     hooked(optimizer := optim.Adam(network().parameters(), torch.tensor(0.01)))

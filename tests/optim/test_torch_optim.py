@@ -467,7 +467,8 @@ def test_hooks_closures_and_schedulers_stay(all_steps):
         optimizer.step()
     assert seen[a] == seen[b] and len(seen[a]) == 9
     assert all_steps == [a] * 4 + [b] * 4
-    assert report.in_ort == 4 and type(a.param_groups) is list
+    # the hook that came later would have looked at an update that is made
+    assert (report.in_ort, report.in_torch) == (3, 1) and type(a.param_groups) is list
 
 
 def test_a_closure_that_fails_updates_nothing():

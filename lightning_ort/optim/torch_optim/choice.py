@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import logging
 import math
@@ -11,10 +10,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_ort.compiler.contest import MEMORY, Choice, Key, measures, race
+from lightning_ort.optim.kinds import known_class
 from lightning_ort.optim.threads import UpdateThreads
 from lightning_ort.optim.torch_optim.families import Group
 from lightning_ort.optim.torch_optim.first_update import allowed
@@ -23,7 +24,7 @@ from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.verification import UPDATE, distance
 
 __all__ = [
-    "AS_WRITTEN", "FUSED", "ONNXRUNTIME", "GroupsOfOneStep", "choose", "fused_groups", "may_run_fused",
+    "AS_WRITTEN", "FUSED", "ONNXRUNTIME", "GroupsOfOneStep", "choose", "fused_groups", "fused_kernel_fits",
 ]  # fmt: skip
 
 # the names of Choice
@@ -46,7 +47,7 @@ def choose(optimizer: Optimizer, config: RuntimeConfig) -> tuple[Choice, str | N
         config: how sessions are made.
     """
     groups = optimizer.param_groups
-    params = [p for p in _params(optimizer) if p.requires_grad]
+    params = _trained(optimizer)
     as_written = Choice(AS_WRITTEN, {})
     if any(p.device.type != "cpu" for p in params):
         return as_written, "nothing has been measured on a device other than the CPU"
@@ -55,10 +56,12 @@ def choose(optimizer: Optimizer, config: RuntimeConfig) -> tuple[Choice, str | N
             return as_written, f"{flag}=True was asked for"
     if not params:
         return as_written, "it has no parameters that require a gradient"
+    if type(optimizer) is not known_class(optimizer):
+        return as_written, f"{type(optimizer).__name__} may do more than the class that it is made of"
     if not measures(config, params[0].device):
         return as_written, "nothing is measured here"
     candidates = [AS_WRITTEN, FUSED if _has_fused_kernel(optimizer) else ONNXRUNTIME]
-    shapes = [[(tuple(p.shape), p.dtype) for p in group["params"] if p.requires_grad] for group in groups]
+    shapes = [[(tuple(p.shape), p.dtype) for p in group["params"] if _is_trained(p)] for group in groups]
     settings = [sorted((k, str(v)) for k, v in group.items() if isinstance(v, bool)) for group in groups]
     key = Key.of_update(type(optimizer), [shapes, settings, candidates], sum(p.numel() for p in params), config)
     choice = MEMORY.get(key)
@@ -78,44 +81,64 @@ def _reason(choice: Choice) -> str | None:
 
 
 def _has_fused_kernel(optimizer: Optimizer) -> bool:
-    """Whether torch has a fused kernel on the CPU that may stand in for what ``optimizer`` calls.
+    """Whether torch has a fused kernel on the CPU for the class, the settings and the parameters of ``optimizer``."""
+    return all(_may_be_fused(group) and all(map(_is_plain, group["params"])) for group in optimizer.param_groups)
 
-    Its states would be the same; nobody has said ``fused=False``.
+
+def fused_kernel_fits(optimizer: Optimizer) -> bool:
+    """Whether the fused kernel can make the coming update, and makes the one that torch's other code makes.
+
+    It does not look at what it is given: whether parameters, gradients and states lie in memory one like the other and
+    are of one type, for one. So this does, each time.
     """
-    groups, params = optimizer.param_groups, _params(optimizer)
-    states = [s for p in params for s in optimizer.state.get(p, {}).items()]
-    return (
-        all("fused" in group and group["fused"] is None for group in groups)
-        and not any(group.get("differentiable") or group.get("capturable") for group in groups)
-        # of which the kernel takes the number, and other code rounds with the tensor
-        and not any(isinstance(value, Tensor) for group in groups for value in group.values())
-        # the kernel counts in float32
-        and torch.get_default_dtype() == torch.float32
-        and all(p.dtype in UPDATE for p in params)
-        and all(_in_order(p) for p in params)
-        and all(
-            value.dtype == torch.float32 if name == "step" else _in_order(value)
-            for name, value in states
-            if isinstance(value, Tensor)
-        )
-    )
-
-
-def may_run_fused(groups: Iterable[Group]) -> bool:
-    """Whether parameters and gradients lie in memory one like the other.
-
-    The kernels take for granted that they do, and mix up elements otherwise.
-    """
-    for group in groups:
+    seen = set[int]()
+    for group in optimizer.param_groups:
+        if not _may_be_fused(group):
+            return False
+        begun = set[bool]()
         for p in group["params"]:
             gradient = p.grad
-            if gradient is not None and not (_in_order(gradient) and p.is_contiguous()):
+            if gradient is None:
+                continue
+            if id(p) in seen or not _is_plain(p) or not _is_like(gradient, p):
                 return False
+            seen.add(id(p))
+            state = optimizer.state.get(p) or {}
+            for name, value in state.items():
+                if name == "step":
+                    # all are counted first, so that one of two parameters would be counted twice
+                    if type(value) is not Tensor or value.dtype is not torch.float32 or id(value) in seen:
+                        return False
+                    seen.add(id(value))
+                elif isinstance(value, Tensor) and not _is_like(value, p):
+                    return False
+            begun.add(state.get("momentum_buffer") is not None)
+        if group.get("momentum") and len(begun) > 1:  # it makes the buffers of all or of none
+            return False
     return True
 
 
+def _may_be_fused(group: Group) -> bool:
+    return (
+        group.get("fused", False) is None
+        and not (group.get("foreach") or group.get("differentiable") or group.get("capturable"))
+        # a tensor of which the kernel takes the number, and other code rounds with
+        and not any(isinstance(value, Tensor) for value in group.values())
+        # it counts in float32
+        and torch.get_default_dtype() is torch.float32
+    )
+
+
+def _is_plain(p: Tensor) -> bool:
+    return type(p) in (Tensor, nn.Parameter) and p.dtype in UPDATE and p.is_cpu and _in_order(p)
+
+
+def _is_like(x: Tensor, p: Tensor) -> bool:
+    return type(x) is Tensor and x.dtype is p.dtype and x.is_cpu and x.shape == p.shape and _in_order(x)
+
+
 def _in_order(x: Tensor) -> bool:
-    return x.layout is torch.strided and x.is_contiguous()
+    return x.layout is torch.strided and x.is_contiguous() and not x.is_neg()
 
 
 def fused_groups(groups: Iterable[Group]) -> list[Group]:
@@ -137,8 +160,12 @@ class GroupsOfOneStep(list):
         self._optimizer, self._own, self._groups = optimizer, optimizer.param_groups, groups
 
     def __iter__(self) -> Iterator[Any]:
-        self._optimizer.param_groups = self._own
+        self.give_back()
         return iter(self._groups)
+
+    def give_back(self) -> None:
+        """Let the optimizer have its own groups."""
+        self._optimizer.param_groups = self._own
 
 
 def _measured(optimizer: Optimizer, candidates: Iterable[str], config: RuntimeConfig) -> dict[str, float]:
@@ -159,6 +186,14 @@ def _measured(optimizer: Optimizer, candidates: Iterable[str], config: RuntimeCo
                 _log.info("%s makes no updates of %s: %s", name, type(optimizer).__name__, refused)
                 del runs[name]
         return race(runs)
+
+
+def _trained(optimizer: Optimizer) -> list[Tensor]:
+    return [p for p in _params(optimizer) if _is_trained(p)]
+
+
+def _is_trained(p: Tensor) -> bool:
+    return p.requires_grad and not is_lazy(p)
 
 
 def _params(optimizer: Optimizer) -> list[Tensor]:
@@ -183,9 +218,9 @@ def _update(twin: Optimizer, name: str, config: RuntimeConfig) -> Callable[[], o
     groups, threads = twin.param_groups, UpdateThreads()
 
     def fused() -> None:
-        if may_run_fused(groups):
-            twin.param_groups = GroupsOfOneStep(twin, fused_groups(groups))
         with threads:
+            if fused_kernel_fits(twin):
+                twin.param_groups = GroupsOfOneStep(twin, fused_groups(groups))
             step(twin)
 
     return fused
@@ -194,7 +229,7 @@ def _update(twin: Optimizer, name: str, config: RuntimeConfig) -> Callable[[], o
 def _twin(optimizer: Optimizer) -> Optimizer:
     """An optimizer of the same settings for new parameters of the same sizes, or of a sample of these."""
     generator = torch.Generator().manual_seed(0)
-    params = [p for p in _params(optimizer) if p.requires_grad]
+    params = _trained(optimizer)
     every = max(1, math.ceil(sum(p.numel() for p in params) / _SAMPLE))
     most = _SAMPLE // math.ceil(len(params) / every)
     position = itertools.count()
@@ -204,13 +239,15 @@ def _twin(optimizer: Optimizer) -> Optimizer:
 
     def copies(params: Iterable[Tensor]) -> Iterator[Tensor]:
         for p in params:
-            if p.requires_grad and next(position) % every == 0:
+            if _is_trained(p) and next(position) % every == 0:
                 shape = tuple(p.shape) if every == 1 or p.numel() <= most else (most,)
                 new = drawn(p, shape).requires_grad_()
                 new.grad = drawn(p, shape)
                 yield new
 
-    twin = copy.copy(optimizer)
+    # by none of its methods, which may be a user's
+    twin = object.__new__(type(optimizer))
+    twin.__dict__ |= vars(optimizer) | {"defaults": dict(optimizer.defaults)}
     twin.param_groups = [{**group, "params": list(copies(group["params"]))} for group in optimizer.param_groups]
     twin.state = defaultdict(dict)
     return twin

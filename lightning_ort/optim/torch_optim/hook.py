@@ -21,7 +21,7 @@ from lightning_ort.optim.torch_optim.choice import (
     GroupsOfOneStep,
     choose,
     fused_groups,
-    may_run_fused,
+    fused_kernel_fits,
 )
 from lightning_ort.optim.torch_optim.members import InTorch
 from lightning_ort.optim.torch_optim.stepper import OptimizerStepper, why_not
@@ -69,8 +69,8 @@ class StepHook:
         self._mode, self._announce, self._config = mode, announce, config
         self._refuse = refuse and mode == "ort"
         self._stepper: OptimizerStepper | None = None
-        # what the choice was made for, and the choice
-        self._chosen_for: tuple[Any, ...] = ()
+        # number of groups when the choice was made, and the choice
+        self._chosen_for = -1
         self._executor = ONNXRUNTIME if mode == "ort" else AS_WRITTEN
         reason = why_not(optimizer)
         if reason is None:
@@ -91,38 +91,67 @@ class StepHook:
     def remove(self) -> None:
         """Leave the updates to torch from now on."""
         self._threads.end()
+        self._give_groups_back()
         for handle in self._handles:
             handle.remove()
+
+    def come_last(self) -> None:
+        """See to it that no other pre-hook comes after this one: it would find the update made."""
+        if not self._is_last():
+            self._handles[0].remove()
+            self._handles[0] = self.optimizer.register_step_pre_hook(self._before_step)
+
+    def _is_last(self) -> bool:
+        hooks = self._handles[0].hooks_dict_ref()
+        return hooks is None or next(reversed(hooks), None) == self._handles[0].id
 
     # the update and what it calls are no part of a step's graph
     @torch.compiler.disable
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._give_groups_back()  # of a step that has ended before its loop
         if self._mode == "auto" and self._stepper is not None:
             self._choose()
-        in_ort = self._executor == ONNXRUNTIME
-        if not in_ort:
+        executor = self._executor
+        if executor != AS_WRITTEN and not self._is_last():
+            self._note(
+                "a pre-hook of its step was registered after that of this strategy, which comes last from now on"
+            )
+            executor = AS_WRITTEN
+        if executor != ONNXRUNTIME:
             self.report.in_torch += 1
-            if self._executor == AS_WRITTEN and not self._may_take_fewer():
+            if executor == AS_WRITTEN and not self._may_take_fewer():
                 return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        done = False
 
         def closure_and_update() -> Any:
+            nonlocal done
             result = None if closure is None else closure()
-            if in_ort:
+            if done:  # by a post-hook, say, which is given this
+                return result
+            done = True
+            if executor == ONNXRUNTIME:
                 if self._update():
                     optimizer.param_groups = GroupsOfOneStep(optimizer, ())
                 return result
-            if self._executor == FUSED:
-                if not may_run_fused(optimizer.param_groups):
-                    return result
+            fits = executor == FUSED and fused_kernel_fits(optimizer)
+            if fits or executor == AS_WRITTEN:
+                self._threads.begin()
+            if fits:
                 optimizer.param_groups = GroupsOfOneStep(optimizer, fused_groups(optimizer.param_groups))
-            self._threads.begin()
             return result
 
         rest = {key: value for key, value in kwargs.items() if key != "closure"}
         return (args[0], closure_and_update, *args[2:]), rest
 
+    def _give_groups_back(self) -> None:
+        groups = self.optimizer.param_groups
+        if isinstance(groups, GroupsOfOneStep):
+            groups.give_back()
+
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._give_groups_back()
+        self.come_last()
         if self._threads.end() and (times := self._threads.milliseconds) is not None:
             one, many = (f"{times[key]:.2g} ms" for key in (True, False))
             reason = f"its kernel was faster on one thread, and stays there ({one}; on all {many})"
@@ -135,11 +164,11 @@ class StepHook:
         return self._fewer[1]
 
     def _choose(self) -> None:
-        """Choose again who makes the updates, if groups or a state have come in since."""
-        groups, state = len(self.optimizer.param_groups), self.optimizer.state
-        if self._chosen_for and self._chosen_for[0] == groups and self._chosen_for[1] is state:
+        """Choose who makes the updates, again where groups have come in since."""
+        groups = len(self.optimizer.param_groups)
+        if self._chosen_for == groups:
             return
-        self._chosen_for = groups, state
+        self._chosen_for = groups
         choice, reason = choose(self.optimizer, self._config)
         self._executor = choice.executor
         if reason is not None:
@@ -219,6 +248,14 @@ class HookedOptimizers:
         wanted = self._torch_optimizer(optimizer)
         if wanted is not None:
             self._hook(wanted)
+
+    @staticmethod
+    def come_last(optimizer: Any) -> None:
+        """Have the hook of ``optimizer``, if it has one, come after all others, before a step begins."""
+        found = local_part(unwrapped(optimizer))
+        hook = _PRESENT.get(found, lambda: None)() if isinstance(found, Optimizer) else None
+        if hook is not None:
+            hook.come_last()
 
     def _torch_optimizer(self, optimizer: Any) -> Optimizer | None:
         """The one to hook, which users may have wrapped; what stands in for none at all is Lightning's own."""

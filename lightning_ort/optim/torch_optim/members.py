@@ -102,10 +102,14 @@ class Members:
                 gradients.append(gradient)
         if len({id(m) for m in members}) != len(members):
             raise InTorch("a parameter occurs twice")
+        counters = [id(counter) for m in members for counter in m.counters]
+        if len(set(counters)) != len(counters):
+            raise InTorch("two parameters are counted by one tensor")
         return members, gradients
 
     def _member(self, p: Tensor, number: int, group: Group, names: tuple[str, ...]) -> Member:
-        if type(p) not in (Tensor, nn.Parameter) or p.layout is not torch.strided or p.dtype not in _TYPES:
+        plain = type(p) in (Tensor, nn.Parameter) and p.layout is torch.strided and not p.is_neg()
+        if not plain or p.dtype not in _TYPES:
             raise InTorch(f"a parameter is {_describe(p)}; ONNX Runtime updates dense ones of float32 and float64")
         state, family = self._optimizer.state.get(p) or {}, self._family
         fresh = None
@@ -118,7 +122,7 @@ class Members:
             if not isinstance(value, Tensor):
                 raise InTorch(f"state {name!r} of a parameter is {value!r}")
             if name in family.counters:
-                fits = value.numel() == 1
+                fits = value.numel() == 1 and value.is_floating_point()
             else:
                 fits = _form(value)[:3] == _form(p)[:3] and value.layout is torch.strided and type(value) is Tensor
             if not fits:
@@ -145,10 +149,11 @@ class Members:
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.device
+    return tensor.shape, tensor.dtype, tensor.device, tensor.is_neg()
 
 
 def _describe(tensor: Tensor) -> str:
     kind = "" if type(tensor) in (Tensor, nn.Parameter) else f"{type(tensor).__name__}, "
     layout = "" if tensor.layout is torch.strided else f"{tensor.layout}, "
+    layout += "with the sign of all reversed, " if tensor.layout is torch.strided and tensor.is_neg() else ""
     return f"{kind}{layout}{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
