@@ -95,6 +95,8 @@ def of_trainer(error: Exception, options: Mapping[str, Any]) -> Mistake:
     text = next((reason for reason in _errors(str(error)) if not reason.startswith("Expected a")), str(error))
     named = [name for name in re.findall(r"`(\w+)[`=]|\b(?=\w*_)(\w+)\b", text) for name in name if name in options]
     wrong = "; ".join(f"trainer.{name} is {options[name]!r}" for name in dict.fromkeys(named))
+    if "strategy" in named:  # Lightning names some of its own
+        text = f"{_PROGRAM.partition('-')[2]}, or another name or object of a strategy, such as auto or ddp"
     return Mistake(
         wrong or "an option of the trainer is refused",
         text or type(error).__name__,
@@ -180,7 +182,7 @@ def _wrong_class(parser: argparse.ArgumentParser, message: str) -> Mistake | Non
     """A class that is not there, or whose arguments are others."""
     key = re.match(r'Parser key "([^"]+)":', message)
     problems = list(
-        re.finditer(r"^( *)- Problem with given class_path '(.*?)':\n((?:\1 .*\n?)*)", message, re.MULTILINE)
+        re.finditer(r"^( *)- Problem with given class_path '(.*?)':\n((?:\1 .*\n?|\n)*)", message, re.MULTILINE)
     )
     if key is None or not problems:
         return None
@@ -218,6 +220,8 @@ def _wrong_value(parser: argparse.ArgumentParser, message: str) -> Mistake | Non
     given = re.search(r"Given value: (.*)", message, re.DOTALL) if types else re.search(r"Got value: (.*)", message)
     value = "" if given is None else f" is {given[1].strip()}"
     unknown = re.search(r"Expected a dot import path string: (.*)", message)
+    if types and re.search(r"<class '(int|float)'>", types[1]):  # a number was meant
+        unknown = None
     if unknown:
         value = f" is {unknown[1]}, which is no class that is known by its name alone"
     single = re.search(r"Expected an? (.*?)\. Got value", message)

@@ -32,6 +32,7 @@ __all__ = [
     "OpenResults",
     "global_hooks",
     "marked_open",
+    "no_accounts",
     "no_fast_path",
     "with_own_code",
 ]
@@ -392,6 +393,18 @@ class DynamoObserver(logging.Handler):
         return fresh[::-1]
 
 
+@contextlib.contextmanager
+def no_accounts() -> Iterator[None]:
+    """Keep from the log what Dynamo tells of code that it cannot compile: the error that comes of it says it shorter."""
+    for name, silence in _SILENCES:
+        logging.getLogger(name).addFilter(silence)
+    try:
+        yield
+    finally:
+        for name, silence in _SILENCES:
+            logging.getLogger(name).removeFilter(silence)
+
+
 class _Silence(logging.Filter):
     """Keeps messages that begin like this from the log: what comes of them is in the report, or is raised."""
 
@@ -404,6 +417,9 @@ class _Silence(logging.Filter):
             return True
         self._on_message()
         return False
+
+
+_SILENCES = [(name, _Silence(beginning)) for name, beginning in DynamoObserver._FAILURES.items()]
 
 
 def _users_line(stack: Sequence[Any]) -> str:

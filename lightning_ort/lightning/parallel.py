@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import sys
@@ -33,7 +34,7 @@ _OF_MODULE = {
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """Arguments of Lightning's ``DDPStrategy``, checked.
+    """Arguments of Lightning's ``DDPStrategy``, checked; ``owner`` is the class that has been given them.
 
     Raises:
         TypeError: one is of another type, or torch has none of that name.
@@ -49,7 +50,7 @@ class ParallelOptions:
     model_averaging_period: int | None = None
     shard_optimizer: bool = False
     of_module: Mapping[str, Any] | None = None
-    owner: str = "ORTStrategy"
+    owner: type | None = None
 
     def __post_init__(self) -> None:
         if self.start_method is not None:
@@ -74,9 +75,13 @@ class ParallelOptions:
             raise TypeError(f"process_group_backend={shown(backend)}: expected a name, such as 'gloo', or None.")
         unknown = sorted(set(self.of_module or ()) - _OF_MODULE.keys())
         if unknown:
+            own = list(inspect.signature(self.owner).parameters) if self.owner is not None else []
+            known = [name for name in own if name not in ("args", "kwargs")]
+            near = difflib.get_close_matches(unknown[0], [*known, *_OF_MODULE], 1)
+            meant = f" Did you mean {near[0]!r}?" if near else ""
             raise TypeError(
-                f"{self.owner} has no argument {unknown[0]!r}, nor has torch's DistributedDataParallel: "
-                f"{', '.join(sorted(_OF_MODULE))}."
+                f"{getattr(self.owner, '__name__', 'The strategy')} has no argument {unknown[0]!r}.{meant} It has "
+                f"{', '.join(known)}, and those of torch's DistributedDataParallel, {', '.join(sorted(_OF_MODULE))}."
             )
         # on one device nobody else would look at them
         for name, value in (self.of_module or {}).items():

@@ -272,7 +272,11 @@ def _artifacts(
     if source.example is not None:
         wrong = mismatch(forward.infos, [source.example[i.name].shape for i in forward.infos])
         if wrong is not None:
-            raise ValueError(f"inputs: {wrong}")
+            given = ", ".join(f"{i.name} {tuple(source.example[i.name].shape)}" for i in forward.infos)
+            raise ValueError(
+                f"inputs: {wrong} Their shapes are {given}; that is expected because of the others and of the model: "
+                "correct the one that does not fit."
+            )
     evaluation, inference = _evaluations(source, forward, train.outputs, changing)
     state = TrainingState(
         {n: p.detach().cpu().clone() for n, p in forward.parameters.items()},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -298,8 +299,11 @@ def save_inference_model(graph: StepGraph, tensors: Mapping[str, Tensor], path: 
     unknown = [n for n in outputs if n not in values]
     if unknown or not outputs:
         given = ", ".join(str(v.name) for v in model.graph.outputs)
+        near = ", ".join(dict.fromkeys(n for u in unknown for n in difflib.get_close_matches(u, values, 2)))
         raise ValueError(
-            f"The graph has no value {', '.join(map(repr, unknown)) or 'to be exported'}. It gives: {given}."
+            f"The graph has no value {', '.join(map(repr, unknown)) or 'to be exported'}. It gives: {given}; inside of "
+            "it are the results of the forward model, which are called 'output' where a torch module returns one"
+            f"{', and among others ' + near if near else ''}."
         )
     model.graph.outputs.clear()
     model.graph.outputs.extend(values[n] for n in outputs)

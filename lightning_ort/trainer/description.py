@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -272,6 +273,10 @@ def check_results(description: Description, results: Sequence[Any]) -> None:
             raise RuntimeError(f"Output {entry.name!r} is not as described in model_desc: {problem}")
 
 
+_ABOUT_VALUES = re.compile(r"\b(index|indices|target|class|classes|label|labels|range|bounds)\b", re.IGNORECASE)
+"""in messages that may mean an entry of an input by the number that they have"""
+
+
 def summary(description: Description, tensors: Sequence[Tensor], message: str) -> str:
     """The inputs of a failed step in words; those that hold a number of which the message speaks are pointed out."""
     lines, suspects = [], []
@@ -280,7 +285,9 @@ def summary(description: Description, tensors: Sequence[Tensor], message: str) -
         if tensor.numel() and not tensor.is_floating_point() and tensor.dtype != torch.bool:
             low, high = (int(bound) for bound in tensor.aminmax())
             line += f", values {low} to {high}"
-            if any(f" {bound} " in f" {message} ".replace(".", " ") for bound in (low, high)):
+            if _ABOUT_VALUES.search(message) and any(
+                f" {bound} " in f" {message} ".replace(".", " ") for bound in (low, high)
+            ):
                 suspects.append(entry.name)
         lines.append(line)
     hint = f" Input {suspects[0]!r} holds that value." if len(suspects) == 1 else ""

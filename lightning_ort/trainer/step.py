@@ -14,7 +14,7 @@ import torch._dynamo.config
 from torch import Tensor, nn
 
 from lightning_ort.compiler.backend import ORTBackend
-from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS, no_fast_path, with_own_code
+from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS, no_accounts, no_fast_path, with_own_code
 from lightning_ort.compiler.plain_values import left_to_python
 from lightning_ort.compiler.plan import Fallback
 from lightning_ort.errors import CompilationError, IndexOutOfRangeError, RefusedValueError
@@ -152,7 +152,7 @@ class Step:
         before = [module._buffers[name] for module, name in self._buffers]
         copies = [None if b is None else b.clone() for b in before]
         try:
-            with self._settings, no_fast_path(), left_to_python():
+            with self._settings, no_fast_path(), left_to_python(), no_accounts():
                 yield
         except BaseException:
             with torch.no_grad():

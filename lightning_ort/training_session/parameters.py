@@ -13,7 +13,7 @@ from onnx import numpy_helper
 from lightning_ort.onnx_reader.initializers import trainable_initializers
 from lightning_ort.validation import is_number, is_whole, shown
 
-__all__ = ["TrainingParameters", "trained_weights"]
+__all__ = ["TrainingParameters", "check_weights", "trained_weights"]
 
 _NOT_CUT = "the graph is not cut into stages or slices: every process trains a copy of the whole model"
 _OWN_MEMORY = "activations are freed as early as eager frees them, and none is computed twice"
@@ -145,19 +145,23 @@ def _checked(name: str, value: Any, default: Any) -> Any:
         raise TypeError(f"TrainingParameters.{name} holds what cannot be copied: {error}.") from error
 
 
-def trained_weights(model: onnx.ModelProto, parameters: TrainingParameters) -> list[str]:
-    """Names in the order of the file.
-
+def check_weights(model: onnx.ModelProto, parameters: TrainingParameters) -> None:
+    """
     Raises:
         ValueError: ``weights_to_train`` or ``weights_not_to_train`` names an initializer that the model lacks.
     """
     known = [i.name for i in model.graph.initializer]
-    wanted, excluded = parameters.weights_to_train, parameters.weights_not_to_train
-    for attribute, names in (("weights_to_train", wanted), ("weights_not_to_train", excluded)):
-        unknown = sorted(set(names) - set(known))
+    for attribute in ("weights_to_train", "weights_not_to_train"):
+        unknown = sorted(set(getattr(parameters, attribute)) - set(known))
         if unknown:
             listed = ", ".join(map(repr, unknown))
             raise ValueError(f"{attribute}: the model has no initializer {listed}. It has: {', '.join(known)}.")
+
+
+def trained_weights(model: onnx.ModelProto, parameters: TrainingParameters) -> list[str]:
+    """Names in the order of the file, of those that :func:`check_weights` accepts."""
+    known = [i.name for i in model.graph.initializer]
+    wanted, excluded = parameters.weights_to_train, parameters.weights_not_to_train
     chosen = wanted or set(trainable_initializers(model, excluded)) - _immutable(model, parameters.immutable_weights)
     return [name for name in known if name in chosen and name not in excluded]
 

@@ -27,7 +27,7 @@ from lightning_ort.runtime.tensors import ONNX, owning
 from lightning_ort.training_session.binding import TrainingBinding, as_feed, as_scalar, as_tensor
 from lightning_ort.training_session.graph import TrainingGraph, save_graphs
 from lightning_ort.training_session.optimizer import WeightUpdate
-from lightning_ort.training_session.parameters import TrainingParameters, trained_weights
+from lightning_ort.training_session.parameters import TrainingParameters, check_weights, trained_weights
 from lightning_ort.training_session.signature import SessionInfo, signature_session
 from lightning_ort.validation import flag, shown
 
@@ -88,8 +88,9 @@ class TrainingSession(SessionInfo):
         self._parameters, self._proto, self._name = parameters, load(path_or_bytes), name_of(path_or_bytes)
         self._forward_outputs = [o.name for o in self._proto.graph.output]
         self._check_rate()
+        self._loss = self._find_loss()
+        check_weights(self._proto, parameters)
         with using(self._name):
-            self._loss = self._find_loss()
             trained = trained_weights(self._proto, parameters)
             if not trained:
                 raise ValueError("No weight is trained: the model has no float initializer that may be.")

@@ -530,7 +530,7 @@ def test_an_optimizer_has_one_update():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"provider": "CPU"}, TypeError, "ORTFabricStrategy has no argument 'provider'"),
+        ({"provider": "CPU"}, TypeError, "ORTFabricStrategy has no argument 'provider'. Did you mean 'providers'"),
         ({"on_unsupported": "ignore"}, ValueError, "on_unsupported='ignore'"),
         ({"optimizer": "onnx"}, ValueError, "optimizer='onnx'"),
         ({"verify": 2}, TypeError, "verify=2"),

@@ -229,6 +229,15 @@ def test_a_size_that_is_left_out_of_dynamic_axes_is_told(tmp_path):
         generate_artifacts(network, tmp_path / "a", dynamic_axes={"input": {0: "n"}}, **options)
 
 
+def test_inputs_that_do_not_fit_each_other(tmp_path):
+    inputs = {"input": torch.randn(16, 5), "target": torch.randn(16)}
+    with pytest.raises(
+        ValueError, match=r"^inputs: .* Their shapes are input \(16, 5\), target \(16,\); .* of the others"
+    ):
+        generate_artifacts(nn.Linear(5, 3), tmp_path / "a", inputs=inputs, loss="MSELoss", optimizer=SGD)
+    assert not (tmp_path / "a").exists()
+
+
 BAD = {
     "no_inputs": ({"loss": "MSELoss"}, ValueError, "inputs is missing: a module needs an example"),
     "no_target": ({"inputs": {"x": torch.zeros(2, 20)}, "loss": "MSELoss"}, ValueError, "no target for the loss"),

@@ -300,6 +300,16 @@ def test_outputs_other_than_described_are_named():
     wrong = {"inputs": INPUTS, "outputs": [("loss", [], True), ("logits", ["b", 9])]}
     with pytest.raises(RuntimeError, match="Output 'logits' is not as described in model_desc: index 1 got: 10 exp"):
         built(model_desc=wrong).train_step(X, LABEL)
+    # the number 3 is among the labels too, which is no matter
+    wrong = {"inputs": INPUTS, "outputs": [("loss", [], True), ("logits", ["b", 10]), ("z", ["b", 10])]}
+    with pytest.raises(RuntimeError, match=r"describes 3 \(loss, logits, z\)\. The inputs were"):
+        built(model_desc=wrong).train_step(X, LABEL.clamp(max=3))
+
+
+def test_what_dynamo_tells_stays_out_of_the_log(capfd):
+    with pytest.raises(RuntimeError, match=r"train_step failed: .*got Float"):
+        built().train_step(X, LABEL.float())
+    assert "WON'T CONVERT" not in (said := "".join(capfd.readouterr())) and "run meta" not in said
 
 
 def test_fetches_choose_outputs(used):

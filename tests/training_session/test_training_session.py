@@ -259,12 +259,12 @@ def test_a_provider_that_fails_is_replaced_by_the_cpus(files: dict[str, bytes]) 
 def test_what_does_not_fit_is_refused(files: dict[str, bytes]) -> None:
     with pytest.raises(TypeError, match=r"expected lightning_ort.TrainingParameters"):
         TrainingSession(files["mlp"], {})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="loss_output_name is not set"):
+    with pytest.raises(ValueError, match=r"^TrainingParameters.loss_output_name is not set"):
         TrainingSession(files["mlp"], TrainingParameters())
     for values, message in (
         ({"loss_output_name": "q"}, r"loss_output_name is 'q'; the model's outputs are"),
         ({"training_optimizer_name": "Adam"}, r"expected one of AdamOptimizer, LambOptimizer, SGDOptimizer"),
-        ({"weights_to_train": {"q"}}, r"weights_to_train: the model has no initializer 'q'"),
+        ({"weights_to_train": {"q"}}, r"^weights_to_train: the model has no initializer 'q'"),
         ({"optimizer_attributes_map": {"net.fc1.bias": {"q": 1.0}}}, r"has no float attribute 'q'"),
         ({"optimizer_attributes_map": {"q": {}}}, r"names 'q', which are not trained"),
     ):
