@@ -395,7 +395,7 @@ class DynamoObserver(logging.Handler):
 
 @contextlib.contextmanager
 def no_accounts() -> Iterator[None]:
-    """Keep from the log what Dynamo tells of code that it cannot compile: the error that comes of it says it shorter."""
+    """Keep from the log what Dynamo tells of code that it cannot compile: its error says it shorter."""
     for name, silence in _SILENCES:
         logging.getLogger(name).addFilter(silence)
     try:
