@@ -56,6 +56,5 @@ def main(artifacts, data, learning_rate, result):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 5:
-        sys.exit(__doc__)
-    main(Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]), Path(sys.argv[4]))
+    _, artifacts, data, learning_rate, result = sys.argv if len(sys.argv) == 5 else sys.exit(__doc__)
+    main(Path(artifacts), Path(data), float(learning_rate), Path(result))

@@ -83,7 +83,7 @@ class ORTFabricStrategy(EngineOptions, Devices):
             timeout=timeout,
             start_method=start_method,
             of_module=kwargs,
-            owner=type(self),
+            **ParallelOptions.asked_of(type(self)),
         )
         super().__init__(
             device, accelerator, parallel_devices, checkpoint_io, cluster_environment, options, precision=precision

@@ -34,7 +34,7 @@ _OF_MODULE = {
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """Arguments of Lightning's ``DDPStrategy``, checked; ``owner`` is the class that has been given them.
+    """Arguments of Lightning's ``DDPStrategy``, checked. The class ``owner`` was given them, and has the arguments ``own``.
 
     Raises:
         TypeError: one is of another type, or torch has none of that name.
@@ -50,7 +50,8 @@ class ParallelOptions:
     model_averaging_period: int | None = None
     shard_optimizer: bool = False
     of_module: Mapping[str, Any] | None = None
-    owner: type | None = None
+    owner: str = ""
+    own: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.start_method is not None:
@@ -75,13 +76,11 @@ class ParallelOptions:
             raise TypeError(f"process_group_backend={shown(backend)}: expected a name, such as 'gloo', or None.")
         unknown = sorted(set(self.of_module or ()) - _OF_MODULE.keys())
         if unknown:
-            own = list(inspect.signature(self.owner).parameters) if self.owner is not None else []
-            known = [name for name in own if name not in ("args", "kwargs")]
-            near = difflib.get_close_matches(unknown[0], [*known, *_OF_MODULE], 1)
+            near = difflib.get_close_matches(unknown[0], [*self.own, *_OF_MODULE], 1)
             meant = f" Did you mean {near[0]!r}?" if near else ""
             raise TypeError(
-                f"{getattr(self.owner, '__name__', 'The strategy')} has no argument {unknown[0]!r}.{meant} It has "
-                f"{', '.join(known)}, and those of torch's DistributedDataParallel, {', '.join(sorted(_OF_MODULE))}."
+                f"{self.owner} has no argument {unknown[0]!r}.{meant} It has "
+                f"{', '.join(self.own)}, and those of torch's DistributedDataParallel, {', '.join(sorted(_OF_MODULE))}."
             )
         # on one device nobody else would look at them
         for name, value in (self.of_module or {}).items():
@@ -89,6 +88,12 @@ class ParallelOptions:
                 flag(name, value)
             elif name == "bucket_cap_mb" and value is not None:
                 number(name, value, above=0)
+
+    @staticmethod
+    def asked_of(strategy: type) -> dict[str, Any]:
+        """The fields that say whose arguments they are."""
+        names = inspect.signature(strategy).parameters
+        return {"owner": strategy.__name__, "own": tuple(n for n, p in names.items() if p.kind != p.VAR_KEYWORD)}
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments for ``DDPStrategy``."""

@@ -133,7 +133,7 @@ class ORTStrategy(EngineOptions, OnDevices):
             model_averaging_period=model_averaging_period,
             shard_optimizer=shard_optimizer,
             of_module=kwargs,
-            owner=type(self),
+            **ParallelOptions.asked_of(type(self)),
         )
         super().__init__(
             device,

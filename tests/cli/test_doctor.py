@@ -153,6 +153,7 @@ print(main(["doctor"]), main(["fit", "--config=no.yaml"]))
 """
 
 
+@pytest.mark.stock_only
 def test_without_onnxruntime(tmp_path):
     """All packages but ONNX Runtime: the package is imported, and says what to install."""
     site = tmp_path / "site"
