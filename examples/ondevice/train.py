@@ -38,23 +38,22 @@ def write(path, tensors, metadata):
 
 
 def main(artifacts, data, learning_rate, result):
-    manifest = json.loads((artifacts / "manifest.json").read_text())
+    manifest = json.loads(Path(artifacts, "manifest.json").read_text())
     step = manifest["graphs"]["train_step"]
-    state, metadata = read(artifacts / manifest["checkpoint"])
-    batches, _ = read(data)
-    session = onnxruntime.InferenceSession(artifacts / step["file"], providers=["CPUExecutionProvider"])
+    state, metadata = read(Path(artifacts, manifest["checkpoint"]))
+    batches, _ = read(Path(data))
+    session = onnxruntime.InferenceSession(Path(artifacts, step["file"]), providers=["CPUExecutionProvider"])
     for number in range(len(next(iter(batches.values())))):
         feed = {i["name"]: state[i["name"]] for i in step["inputs"] if i["name"] in state}
         feed |= {name: values[number] for name, values in batches.items()}
-        feed["optimizer/learning_rate"] = np.array(learning_rate, np.float32)
+        feed["optimizer/learning_rate"] = np.array(float(learning_rate), np.float32)
         for output, value in zip(step["outputs"], session.run([o["name"] for o in step["outputs"]], feed), strict=True):
             if "feeds" in output:
                 state[output["feeds"]] = value
             elif output["role"] == "loss":
                 print(float(value))
-    write(result, state, metadata)
+    write(Path(result), state, metadata)
 
 
 if __name__ == "__main__":
-    _, artifacts, data, learning_rate, result = sys.argv if len(sys.argv) == 5 else sys.exit(__doc__)
-    main(Path(artifacts), Path(data), float(learning_rate), Path(result))
+    sys.exit(main(*sys.argv[1:]) if len(sys.argv) == 5 else __doc__)

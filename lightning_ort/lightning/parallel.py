@@ -34,7 +34,7 @@ _OF_MODULE = {
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """Arguments of Lightning's ``DDPStrategy``, checked. The class ``owner`` was given them, and has the arguments ``own``.
+    """Arguments of Lightning's ``DDPStrategy``, checked. The class ``owner`` was given them; ``own`` are its own.
 
     Raises:
         TypeError: one is of another type, or torch has none of that name.
