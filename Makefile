@@ -50,7 +50,10 @@ help:
 demo: $(CPU)/$(STAMP)
 	@$(CPU)/bin/python examples/digits.py
 
-test: lint test-docs test-stock test-cpu test-hugging-face
+# what pip and mypy do takes one core each; the tests take what there is
+test:
+	@$(MAKE) --no-print-directory --jobs=2 environments lint test-docs
+	@$(MAKE) --no-print-directory --jobs=1 test-stock test-cpu test-hugging-face
 
 # a docstring that is changed may break the reference
 test-docs:
