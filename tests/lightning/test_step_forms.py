@@ -319,6 +319,7 @@ class Stacks(Regressor):
         return loss / (1 + torch.stack(self.recent).mean()) + 0.5 * F.mse_loss(self(old_x), old_y)
 
 
+@pytest.mark.stock_only
 def test_lists_read_by_the_step():
     """Right first; the number of compilations is bounded by the five sizes of the short list."""
     eager, other = assert_fit_parity(Stacks, curve, in_ort=())
