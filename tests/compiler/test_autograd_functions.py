@@ -10,7 +10,11 @@ from torch.autograd.function import once_differentiable
 from lightning_ort.compiler.backend import ORTBackend
 
 # Dynamo makes one of torch.autograd.Function
-pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+# of Dynamo, autograd and torch's optimizers, whoever runs the graphs
+pytestmark = [
+    pytest.mark.stock_only,
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
 
 
 class Exp(torch.autograd.Function):

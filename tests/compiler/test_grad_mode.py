@@ -7,6 +7,9 @@ import torch
 from torch import nn
 from torch._dynamo import graph_break
 
+# of Dynamo, autograd and torch's optimizers, whoever runs the graphs
+pytestmark = pytest.mark.stock_only
+
 
 def target_without_gradient(net, x):
     h = net(x)

@@ -23,6 +23,9 @@ from lightning_ort import ORTStrategy
 from lightning_ort.compiler.plain_values import left_to_python
 from lightning_ort.lightning_packages import pl
 
+# of Dynamo, autograd and torch's optimizers, whoever runs the graphs
+pytestmark = pytest.mark.stock_only
+
 
 class Stepping(pl.LightningModule):
     """Calls ``step(self, batch, index)``."""

@@ -19,6 +19,9 @@ from lightning_ort.optim.torch_optim import StepHook, choice
 from lightning_ort.report import OptimizerReport
 from lightning_ort.runtime.config import RuntimeConfig
 
+# of Dynamo, autograd and torch's optimizers, whoever runs the graphs
+pytestmark = pytest.mark.stock_only
+
 FUSED_CASES = {
     "adam": (optim.Adam, {"lr": 0.01, "weight_decay": 0.05}),
     "adam-amsgrad": (optim.Adam, {"lr": 0.01, "amsgrad": True, "betas": (0.8, 0.9)}),
