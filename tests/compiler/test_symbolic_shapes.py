@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import pytest
 import sympy
@@ -10,7 +11,8 @@ import torch
 from parity import needs_ort
 from torch.utils._sympy import functions
 
-from lightning_ort.compiler import ORTBackend
+from lightning_ort.compiler import ORTBackend, dynamo
+from lightning_ort.compiler.dynamo import marked_open
 from lightning_ort.compiler.symbolic_shapes import _FUNCTIONS, _function
 
 A, B = sympy.symbols("a b", integer=True, positive=True)
@@ -108,3 +110,26 @@ def test_a_size_that_turns_out_to_be_one():
             function(x, w).backward()
             found.append(w.grad)
         torch.testing.assert_close(found[1], found[0])
+
+
+def test_marks_of_one_thread_are_not_those_of_another():
+    """Two Trainers in two threads, one of which ends its step while the other compiles."""
+    first, second = torch.zeros(3), torch.zeros(3)
+    began, ended = threading.Event(), threading.Event()
+    left = []
+
+    def other():
+        with marked_open([(second, 0)]):
+            began.set()
+            ended.wait(10)
+            left.append(dynamo._OPEN in second.__dict__)
+        left.append(dynamo._OPEN in second.__dict__)
+
+    thread = threading.Thread(target=other)
+    with marked_open([(first, 0)]):
+        thread.start()
+        began.wait(10)
+    assert dynamo._OPEN not in first.__dict__
+    ended.set()
+    thread.join()
+    assert left == [True, False]
