@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch._dynamo
 
+from lightning_ort.compiler.contest import MEMORY
 from lightning_ort.compiler.trace_cache import TRACES
 
 # what runs where shall follow from the graph alone; tests of measuring switch it on
@@ -48,6 +49,16 @@ def fresh_state():
     TRACES.clear()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def measuring(monkeypatch, tmp_path):
+    """Who is fastest is measured, and nothing is known of it."""
+    monkeypatch.setenv("LIGHTNING_ORT_MEASURE", "1")
+    monkeypatch.setenv("LIGHTNING_ORT_CACHE_DIR", str(tmp_path / "cache"))
+    MEMORY.forget()
+    yield
+    MEMORY.forget()
 
 
 @pytest.fixture

@@ -95,8 +95,8 @@ def of_trainer(error: Exception, options: Mapping[str, Any]) -> Mistake:
     text = next((reason for reason in _errors(str(error)) if not reason.startswith("Expected a")), str(error))
     named = [name for name in re.findall(r"`(\w+)[`=]|\b(?=\w*_)(\w+)\b", text) for name in name if name in options]
     wrong = "; ".join(f"trainer.{name} is {options[name]!r}" for name in dict.fromkeys(named))
-    if "strategy" in named:  # Lightning names some of its own
-        text = f"{_PROGRAM.partition('-')[2]}, or another name or object of a strategy, such as auto or ddp"
+    if text.startswith("You selected an invalid strategy name"):  # and names some of Lightning's own
+        text = "ort, or another name or object of a strategy, such as auto or ddp"
     return Mistake(
         wrong or "an option of the trainer is refused",
         text or type(error).__name__,

@@ -30,15 +30,7 @@ from lightning_ort.files.cache import Cache
 from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.runtime.memory import release_free_memory
 
-
-@pytest.fixture(autouse=True)
-def measuring(monkeypatch, tmp_path):
-    """Measure, with an empty memory."""
-    monkeypatch.setenv("LIGHTNING_ORT_MEASURE", "1")
-    monkeypatch.setenv("LIGHTNING_ORT_CACHE_DIR", str(tmp_path / "cache"))
-    MEMORY.forget()
-    yield
-    MEMORY.forget()
+pytestmark = pytest.mark.usefixtures("measuring")
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from hooked import hook
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -15,12 +16,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ort import ORTStrategy
 from lightning_ort import optim as own
 from lightning_ort.compiler.contest import MEMORY
-from lightning_ort.optim.torch_optim import StepHook, choice
-from lightning_ort.report import OptimizerReport
+from lightning_ort.optim.torch_optim import choice
 from lightning_ort.runtime.config import RuntimeConfig
 
 # of Dynamo, autograd and torch's optimizers, whoever runs the graphs
-pytestmark = pytest.mark.stock_only
+pytestmark = [pytest.mark.stock_only, pytest.mark.usefixtures("measuring")]
 
 FUSED_CASES = {
     "adam": (optim.Adam, {"lr": 0.01, "weight_decay": 0.05}),
@@ -32,16 +32,6 @@ FUSED_CASES = {
     "sgd-nesterov": (optim.SGD, {"lr": 0.02, "momentum": 0.8, "nesterov": True, "maximize": True}),
     "adagrad": (optim.Adagrad, {"lr": 0.05, "lr_decay": 0.1, "initial_accumulator_value": 0.1}),
 }
-
-
-@pytest.fixture(autouse=True)
-def measuring(monkeypatch, tmp_path):
-    """Nothing is known of this machine."""
-    monkeypatch.setenv("LIGHTNING_ORT_MEASURE", "1")
-    monkeypatch.setenv("LIGHTNING_ORT_CACHE_DIR", str(tmp_path / "cache"))
-    MEMORY.forget()
-    yield
-    MEMORY.forget()
 
 
 @pytest.fixture
@@ -60,12 +50,8 @@ def fastest(monkeypatch):
     return make
 
 
-def hooked(optimizer, mode="auto"):
-    report = OptimizerReport(type(optimizer).__name__)
-    made = StepHook(
-        optimizer, mode, RuntimeConfig(), verify=True, refuse=False, report=report, announce=lambda text: None
-    )
-    return made, report
+def hooked(optimizer):
+    return hook(optimizer, "auto")
 
 
 def network(dtype=torch.float32):
@@ -339,6 +325,19 @@ def test_a_class_of_ones_own_is_not_measured(fastest):
     assert all(torch.equal(p, q) for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True))
 
 
+def closures(net, optimizer, steps):
+    for k in range(steps):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(k))
+
+        def closure(x=x):
+            optimizer.zero_grad()
+            loss = net(x).square().mean()
+            loss.backward()
+            return loss
+
+        yield closure
+
+
 def wrapping(optimizer, seen):
     """A pre-hook that clips, and changes a setting, when the closure has run."""
 
@@ -366,15 +365,7 @@ def test_a_hook_that_wraps_the_closure(kind, name, fastest):
     _, report = hooked(optimizers[0])
     for net, optimizer in zip(nets, optimizers, strict=True):
         wrapping(optimizer, seen)
-        for k in range(6):
-            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(k))
-
-            def closure(net=net, optimizer=optimizer, x=x):
-                optimizer.zero_grad()
-                loss = net(x).square().mean()
-                loss.backward()
-                return loss
-
+        for closure in closures(net, optimizer, 6):
             optimizer.step(closure)
     assert seen == [(1, None)] * 12
     assert_close(nets[0], nets[1], 1e-5)
@@ -394,15 +385,7 @@ def test_a_hook_that_calls_the_closure_again(kind, name, fastest):
     for net, optimizer in zip(nets, optimizers, strict=True):
         groups, losses = optimizer.param_groups, []
         optimizer.register_step_post_hook(lambda o, args, kwargs, losses=losses: losses.append(args[1]().item()))
-        for k in range(4):
-            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(k))
-
-            def closure(net=net, optimizer=optimizer, x=x):
-                optimizer.zero_grad()
-                loss = net(x).square().mean()
-                loss.backward()
-                return loss
-
+        for closure in closures(net, optimizer, 4):
             optimizer.step(closure)
             assert optimizer.param_groups is groups
         assert len(losses) == 4

@@ -8,15 +8,14 @@ import re
 
 import pytest
 import torch
+from hooked import hook
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_ort import optim as own
 from lightning_ort.errors import MismatchError, UnsupportedError
 from lightning_ort.optim.rules import Adam
-from lightning_ort.optim.torch_optim import InTorch, StepHook
-from lightning_ort.report import OptimizerReport
-from lightning_ort.runtime.config import RuntimeConfig
+from lightning_ort.optim.torch_optim import InTorch
 
 CASES = {
     "sgd": (optim.SGD, {"lr": 0.1, "weight_decay": 0.05}),
@@ -42,15 +41,6 @@ CASES = {
 }
 MAXIMIZING = [name for name, (kind, _) in CASES.items() if kind not in (own.Lamb, own.AdamW)]
 REACH = {torch.float32: 1e-5, torch.float64: 1e-10}
-
-
-def hook(optimizer, mode="ort", *, verify=True, refuse=False):
-    """Hooked, and the report."""
-    report = OptimizerReport(type(optimizer).__name__)
-    made = StepHook(
-        optimizer, mode, RuntimeConfig(), verify=verify, refuse=refuse, report=report, announce=lambda text: None
-    )
-    return made, report
 
 
 def network(dtype=torch.float32):

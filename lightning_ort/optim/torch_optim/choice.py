@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -19,9 +19,10 @@ from lightning_ort.optim.kinds import known_class
 from lightning_ort.optim.threads import UpdateThreads
 from lightning_ort.optim.torch_optim.families import Group
 from lightning_ort.optim.torch_optim.first_update import allowed
+from lightning_ort.optim.torch_optim.members import is_plain
 from lightning_ort.optim.torch_optim.stepper import OptimizerStepper
 from lightning_ort.runtime.config import RuntimeConfig
-from lightning_ort.verification import UPDATE, distance
+from lightning_ort.verification import distance
 
 __all__ = [
     "AS_WRITTEN", "FUSED", "ONNXRUNTIME", "GroupsOfOneStep", "choose", "fused_groups", "fused_kernel_fits",
@@ -82,7 +83,7 @@ def _reason(choice: Choice) -> str | None:
 
 def _has_fused_kernel(optimizer: Optimizer) -> bool:
     """Whether torch has a fused kernel on the CPU for the class, the settings and the parameters of ``optimizer``."""
-    return all(_may_be_fused(group) and all(map(_is_plain, group["params"])) for group in optimizer.param_groups)
+    return all(_may_be_fused(group) and all(map(_is_in_order, group["params"])) for group in optimizer.param_groups)
 
 
 def fused_kernel_fits(optimizer: Optimizer) -> bool:
@@ -100,7 +101,7 @@ def fused_kernel_fits(optimizer: Optimizer) -> bool:
             gradient = p.grad
             if gradient is None:
                 continue
-            if id(p) in seen or not _is_plain(p) or not _is_like(gradient, p):
+            if id(p) in seen or not _is_in_order(p) or not _is_like(gradient, p):
                 return False
             seen.add(id(p))
             state = optimizer.state.get(p) or {}
@@ -129,16 +130,12 @@ def _may_be_fused(group: Group) -> bool:
     )
 
 
-def _is_plain(p: Tensor) -> bool:
-    return type(p) in (Tensor, nn.Parameter) and p.dtype in UPDATE and p.is_cpu and _in_order(p)
+def _is_in_order(p: Tensor) -> bool:
+    return is_plain(p) and p.is_cpu and p.is_contiguous()
 
 
 def _is_like(x: Tensor, p: Tensor) -> bool:
-    return type(x) is Tensor and x.dtype is p.dtype and x.is_cpu and x.shape == p.shape and _in_order(x)
-
-
-def _in_order(x: Tensor) -> bool:
-    return x.layout is torch.strided and x.is_contiguous() and not x.is_neg()
+    return _is_in_order(x) and x.dtype is p.dtype and x.shape == p.shape
 
 
 def fused_groups(groups: Iterable[Group]) -> list[Group]:

@@ -12,9 +12,15 @@ from torch.optim import Optimizer
 from lightning_ort.optim.rules import Rule
 from lightning_ort.optim.torch_optim.families import Family, Group
 
-__all__ = ["InTorch", "Member", "Members"]
+__all__ = ["InTorch", "Member", "Members", "is_plain"]
 
 _TYPES = (torch.float32, torch.float64)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it is dense, of float32 or float64, as its memory has it, and of no class of its own."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return plain and tensor.dtype in _TYPES and not tensor.is_neg()
 
 
 class InTorch(Exception):
@@ -108,8 +114,7 @@ class Members:
         return members, gradients
 
     def _member(self, p: Tensor, number: int, group: Group, names: tuple[str, ...]) -> Member:
-        plain = type(p) in (Tensor, nn.Parameter) and p.layout is torch.strided and not p.is_neg()
-        if not plain or p.dtype not in _TYPES:
+        if not is_plain(p):
             raise InTorch(f"a parameter is {_describe(p)}; ONNX Runtime updates dense ones of float32 and float64")
         state, family = self._optimizer.state.get(p) or {}, self._family
         fresh = None
