@@ -2,45 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ondevice_wheel import WHEEL
+from ranks import launch
 
 HERE = Path(__file__).parent
-
-
-def launch(world: int, script: Path, *arguments: str, timeout: float = 500) -> list[subprocess.CompletedProcess[str]]:
-    """Run ``script`` on ``world`` processes of this machine, as torchrun does."""
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
-    common = {
-        "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
-        "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test", "LIGHTNING_ORT_MEASURE": "0", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    command = [sys.executable, str(script), *arguments]
-    processes = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        outputs = [p.communicate(timeout=timeout)[0] for p in processes]
-    finally:
-        for p in processes:
-            p.kill()
-    return [subprocess.CompletedProcess(command, p.returncode, out) for p, out in zip(processes, outputs, strict=True)]
 
 
 def results(world: int, folder: Path, *scenarios: str) -> list[dict[str, Any]]:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import launch
 
-from .test_data_parallel import assert_close, launch
+from .test_data_parallel import assert_close
 
 pytestmark = pytest.mark.stock_only
 

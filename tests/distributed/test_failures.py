@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import launch
 
 from lightning_ort import RankError
 from lightning_ort.distributed import rendezvous
 from lightning_ort.distributed.rendezvous import fresh_part
 
 from .kills import kill
-from .test_data_parallel import launch
 
 pytestmark = pytest.mark.stock_only  # how processes end is the same beside any ONNX Runtime
 
