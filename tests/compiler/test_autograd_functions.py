@@ -9,10 +9,9 @@ from torch.autograd.function import once_differentiable
 
 from lightning_ort.compiler.backend import ORTBackend
 
-# Dynamo makes one of torch.autograd.Function
-# of Dynamo, autograd and torch's optimizers, whoever runs the graphs
 pytestmark = [
-    pytest.mark.stock_only,
+    pytest.mark.stock_only,  # what Dynamo makes of them, whoever runs the graphs
+    # Dynamo makes one of torch.autograd.Function
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
 

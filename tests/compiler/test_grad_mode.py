@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._dynamo import graph_break
 
-# of Dynamo, autograd and torch's optimizers, whoever runs the graphs
+# what Dynamo and autograd make of it, whoever runs the graphs
 pytestmark = pytest.mark.stock_only
 
 

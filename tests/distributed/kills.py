@@ -13,7 +13,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,12 +24,15 @@ from pathlib import Path
 from lightning_ort import ORTCheckpointIO
 
 from .killed import TIMEOUT
+from .ranks import torchrun_variables
 
 SCRIPT = Path(__file__).parent / "killed.py"
 _IMPORTS = 120.0
 """seconds that a process may take until its own code begins"""
 _LONGER = 40.0
 """seconds after ``TIMEOUT`` that it takes to find out, to say so and to end"""
+_OF_ALL = ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "LIGHTNING_ORT_MEASURE")
+"""variables that are set where Lightning starts the other processes"""
 
 
 @dataclass
@@ -65,23 +67,18 @@ class Fit:
         ranks: how many.
         launcher: ``"torchrun"``: all are started with the variables that torchrun sets; ``"script"``: one is started,
             and Lightning starts the others.
+        command: a script and its arguments, if it is not the fit that is killed here.
     """
 
-    def __init__(self, folder: Path, ranks: int, launcher: str) -> None:
+    def __init__(self, folder: Path, ranks: int, launcher: str, command: Sequence[str] | None = None) -> None:
         self.folder, self.ranks = folder, ranks
-        with socket.create_server(("localhost", 0)) as free:
-            port = free.getsockname()[1]
-        common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-        common |= {"LIGHTNING_ORT_MEASURE": "0"}
-        started = [common]
-        if launcher == "torchrun":
-            world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "kills"}
-            world |= {"GROUP_RANK": "0"}
-            started = [common | world | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(ranks)]
+        started = torchrun_variables(ranks)
+        if launcher == "script":
+            started = [{name: started[0][name] for name in _OF_ALL}]
         self._files = [(folder / f"{i}.out").open("w") for i in range(len(started))]
         self._processes = [
             subprocess.Popen(
-                [sys.executable, str(SCRIPT), str(folder)],
+                [sys.executable, *(command or [str(SCRIPT), str(folder)])],
                 env={**os.environ, **own},
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -107,7 +104,7 @@ class Fit:
         """Whether all processes end within ``seconds``."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            codes = [p.poll() for p in self._processes]  # which also lets go of those that have ended
+            codes = self.codes()  # which also lets go of those that have ended
             if None not in codes and not any(map(_runs, self.pids())):
                 return True
             time.sleep(0.05)
@@ -122,6 +119,10 @@ class Fit:
             p.wait()
         for file in self._files:
             file.close()
+
+    def codes(self) -> list[int | None]:
+        """How those that were started here have ended."""
+        return [p.poll() for p in self._processes]
 
     def outputs(self) -> list[str]:
         return [Path(file.name).read_text() for file in self._files]

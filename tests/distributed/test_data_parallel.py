@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from ondevice_wheel import WHEEL
-from ranks import launch
+
+from .ranks import launch
 
 HERE = Path(__file__).parent
 

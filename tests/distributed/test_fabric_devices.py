@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import launch
 
+from .ranks import launch
 from .test_data_parallel import assert_close
 
 pytestmark = pytest.mark.stock_only

@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import launch
 
 from lightning_ort import RankError
 from lightning_ort.distributed import rendezvous
 from lightning_ort.distributed.rendezvous import fresh_part
 
-from .kills import kill
+from .kills import Fit, kill
 
 pytestmark = pytest.mark.stock_only  # how processes end is the same beside any ONNX Runtime
 
@@ -27,15 +26,20 @@ SCRIPT = Path(__file__).parent / "failing.py"
 
 @pytest.mark.parametrize(("how", "rank", "step"), [("kill", 0, 9), ("raise", 1, 5)])
 def test_the_others_name_the_rank(how, rank, step, tmp_path):
-    processes = launch(2, SCRIPT, how, str(rank), str(step), str(tmp_path), timeout=120)
-    survivor, failed = processes[1 - rank], processes[rank]
-    assert survivor.returncode == 1, survivor.stdout[-2000:]
+    fit = Fit(tmp_path, 2, "torchrun", [str(SCRIPT), how, str(rank), str(step), str(tmp_path)])
+    try:
+        assert fit.ended(120)
+    finally:
+        fit.close()
+    codes, written = fit.codes(), fit.outputs()
+    survivor, failed = written[1 - rank], written[rank]
+    assert codes[1 - rank] == 1, survivor[-2000:]
     if how == "kill":
-        assert failed.returncode == -9
-        assert f"RankError: rank {rank} of 2 has ended without a word" in survivor.stdout
+        assert codes[rank] == -9
+        assert f"RankError: rank {rank} of 2 has ended without a word" in survivor
     else:
-        assert "ValueError: row 7 of the data is empty" in failed.stdout
-        assert f"RankError: rank {rank} of 2 has failed: ValueError: row 7 of the data is empty" in survivor.stdout
+        assert "ValueError: row 7 of the data is empty" in failed
+        assert f"RankError: rank {rank} of 2 has failed: ValueError: row 7 of the data is empty" in survivor
     saved = torch.load(tmp_path / "last.ckpt", weights_only=False)
     assert saved["global_step"] == 4 * (step // 4)
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from orttrainer_models import SGD, batches, trainer
-from ranks import launch
 
 from lightning_ort import TrainingParameters
 from lightning_ort.checkpoint import aggregate_checkpoints
 from lightning_ort.distributed.processes import join
 
+from .ranks import launch
 from .test_data_parallel import assert_close, assert_ranks_equal
 
 pytestmark = pytest.mark.stock_only

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import launch
 
 from lightning_ort import ORTArtifacts, ORTExport
 
+from .ranks import launch
 from .test_data_parallel import assert_close, assert_ranks_equal
 
 pytestmark = pytest.mark.stock_only

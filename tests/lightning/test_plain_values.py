@@ -23,7 +23,7 @@ from lightning_ort import ORTStrategy
 from lightning_ort.compiler.plain_values import left_to_python
 from lightning_ort.lightning_packages import pl
 
-# of Dynamo, autograd and torch's optimizers, whoever runs the graphs
+# what Dynamo makes of them, whoever runs the graphs
 pytestmark = pytest.mark.stock_only
 
 

@@ -19,7 +19,7 @@ from lightning_ort.compiler.contest import MEMORY
 from lightning_ort.optim.torch_optim import choice
 from lightning_ort.runtime.config import RuntimeConfig
 
-# of Dynamo, autograd and torch's optimizers, whoever runs the graphs
+# what torch's optimizers are, whoever else could make their updates
 pytestmark = [pytest.mark.stock_only, pytest.mark.usefixtures("measuring")]
 
 FUSED_CASES = {

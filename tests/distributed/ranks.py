@@ -27,40 +27,47 @@ class Ended:
     stdout: str
 
 
-def launch(world: int, script: Path, *arguments: str, timeout: float = 500) -> list[Ended]:
-    """Run ``script`` on ``world`` processes of this machine, with the variables of torchrun.
-
-    They are forks of one process that has imported what each would import for five seconds.
-    """
+def torchrun_variables(world: int) -> list[dict[str, str]]:
+    """What torchrun would set for each of ``world`` processes of this machine; nothing is measured, on one thread."""
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
     common = {
         "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
         "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test", "LIGHTNING_ORT_MEASURE": "0", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+
+
+def launch(world: int, script: Path, *arguments: str, timeout: float = 500) -> list[Ended]:
+    """Run ``script`` on ``world`` processes of this machine.
+
+    They are forks of one process that has imported what each would import for five seconds. How processes start and
+    end is not what they can tell.
+
+    Raises:
+        TimeoutError: they have not ended in time.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         written = [Path(folder, str(rank)) for rank in range(world)]
         processes = [
-            context.Process(
-                target=_run,
-                args=(
-                    [str(script), *arguments],
-                    {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    str(written[rank]),
-                ),
-            )
-            for rank in range(world)
+            context.Process(target=_run, args=([str(script), *arguments], {**os.environ, **variables}, str(file)))
+            for variables, file in zip(torchrun_variables(world), written, strict=True)
         ]
-        for process in processes:
-            process.start()
-        end = time.monotonic() + timeout
-        for process in processes:
-            process.join(max(0.0, end - time.monotonic()))
-        for process in processes:
-            process.kill()
-            process.join()
+        try:
+            for process in processes:
+                process.start()
+            end = time.monotonic() + timeout
+            for rank, process in enumerate(processes):
+                process.join(max(0.0, end - time.monotonic()))
+                if process.is_alive():
+                    raise TimeoutError(f"rank {rank} has not ended in {timeout} s: {written[rank].read_text()[-3000:]}")
+        finally:
+            for process in processes:
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
         return [Ended(p.exitcode, file.read_text()) for p, file in zip(processes, written, strict=True)]
 
 
