@@ -63,7 +63,7 @@ test-docs: $(STOCK)/$(STAMP)
 	else $(MAKE) --no-print-directory docs; fi
 
 test-stock test-cpu: test-%: .venv-%/$(STAMP) $(JAVASCRIPT)/$(STAMP)
-	.venv-$*/bin/python -m pytest --numprocesses=auto --maxprocesses=4 $(PYTEST)
+	.venv-$*/bin/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=worksteal $(PYTEST)
 
 # without transformers no test is collected, which is an error
 test-hugging-face:

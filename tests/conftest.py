@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.util
+import itertools
 import os
 import random
 from collections.abc import Callable
@@ -23,6 +24,9 @@ os.environ.setdefault("LIGHTNING_ORT_MEASURE", "0")
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 
+_TESTS = itertools.count(1)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run once what would take its time twice in `make test`."""
     if importlib.util.find_spec("onnxruntime.training") is None:
@@ -35,10 +39,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
-def pytest_collection_finish():
-    """Keep the collector from the modules imported by now: each compiled graph asks it twice to look at everything."""
+def _keep_the_collector_from_what_there_is() -> None:
+    """It looks at everything again and again: on its own account, for callbacks of Lightning, for lists of a step."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish():
+    _keep_the_collector_from_what_there_is()
 
 
 def _with_room(function: Callable[..., object], /, **arguments: object) -> None:
@@ -67,6 +75,9 @@ def fresh_state():
     TRACES.clear()
     yield
     torch._dynamo.reset()
+    # Dynamo keeps a thousand objects of each test for good, in the end two millions
+    if next(_TESTS) % 20 == 0:
+        _keep_the_collector_from_what_there_is()
 
 
 @pytest.fixture

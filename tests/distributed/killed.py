@@ -1,6 +1,7 @@
-"""A fit of several processes that is long enough to be killed in: ``python killed.py FOLDER``.
+"""A fit of several processes that is long enough to be killed in: ``python killed.py FOLDER TIMEOUT``.
 
-Each process writes ``FOLDER/RANK.pid`` when it begins. There are training steps, validations and checkpoints.
+Each process writes ``FOLDER/RANK.pid`` when it begins; the process group waits ``TIMEOUT`` seconds. There are training
+steps, validations and checkpoints.
 """
 
 from __future__ import annotations
@@ -21,9 +22,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ort import ORTStrategy
 
-TIMEOUT = 20.0
-"""seconds of the process group"""
-
 
 class Classifier(LightningModule):
     def __init__(self) -> None:
@@ -43,7 +41,7 @@ class Classifier(LightningModule):
         return torch.optim.Adam(self.parameters())
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, timeout: float) -> None:
     rank, world = (int(os.environ.get(name, default)) for name, default in (("LOCAL_RANK", 0), ("WORLD_SIZE", 2)))
     (folder / f"{rank}.pid").write_text(str(os.getpid()))
     warnings.simplefilter("ignore")
@@ -51,7 +49,7 @@ def main(folder: Path) -> None:
     checkpoints = ModelCheckpoint(folder, every_n_train_steps=4, save_last=True, save_on_train_epoch_end=False)
     trainer = Trainer(
         accelerator="cpu", devices=world, callbacks=[checkpoints], max_steps=100, val_check_interval=10,
-        strategy=ORTStrategy(print_report=False, timeout=timedelta(seconds=TIMEOUT)),
+        strategy=ORTStrategy(print_report=False, timeout=timedelta(seconds=timeout)),
         logger=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     rows = TensorDataset(torch.randn(320, 6), torch.randint(0, 3, (320,)))
@@ -60,4 +58,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), float(sys.argv[2]))

@@ -23,14 +23,15 @@ from pathlib import Path
 
 from lightning_ort import ORTCheckpointIO
 
-from .killed import TIMEOUT
 from .ranks import torchrun_variables
 
 SCRIPT = Path(__file__).parent / "killed.py"
+_TIMEOUT = 20.0
+"""seconds that the process group waits"""
 _IMPORTS = 120.0
 """seconds that a process may take until its own code begins"""
 _LONGER = 40.0
-"""seconds after ``TIMEOUT`` that it takes to find out, to say so and to end"""
+"""seconds after it that it takes to find out, to say so and to end"""
 _OF_ALL = ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "LIGHTNING_ORT_MEASURE")
 """variables that are set where Lightning starts the other processes"""
 
@@ -67,10 +68,10 @@ class Fit:
         ranks: how many.
         launcher: ``"torchrun"``: all are started with the variables that torchrun sets; ``"script"``: one is started,
             and Lightning starts the others.
-        command: a script and its arguments, if it is not the fit that is killed here.
+        command: a script and its arguments.
     """
 
-    def __init__(self, folder: Path, ranks: int, launcher: str, command: Sequence[str] | None = None) -> None:
+    def __init__(self, folder: Path, ranks: int, launcher: str, command: Sequence[str]) -> None:
         self.folder, self.ranks = folder, ranks
         started = torchrun_variables(ranks)
         if launcher == "script":
@@ -78,7 +79,7 @@ class Fit:
         self._files = [(folder / f"{i}.out").open("w") for i in range(len(started))]
         self._processes = [
             subprocess.Popen(
-                [sys.executable, *(command or [str(SCRIPT), str(folder)])],
+                [sys.executable, *command],
                 env={**os.environ, **own},
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -136,10 +137,14 @@ def _runs(pid: int) -> bool:
     return state not in "ZX"
 
 
+def _long_fit(folder: Path, ranks: int, launcher: str, timeout: float = _TIMEOUT) -> Fit:
+    return Fit(folder, ranks, launcher, [str(SCRIPT), str(folder), str(timeout)])
+
+
 def duration(ranks: int, launcher: str) -> float:
     """Seconds from the start of rank 1's own code to the end of a fit in which nothing happens."""
     with tempfile.TemporaryDirectory() as folder:
-        fit = Fit(Path(folder), ranks, launcher)
+        fit = _long_fit(Path(folder), ranks, launcher)
         try:
             fit.wait_for(1)
             began = time.monotonic()
@@ -150,9 +155,12 @@ def duration(ranks: int, launcher: str) -> float:
             fit.close()
 
 
-def kill(rank: int, after: float, ranks: int, launcher: str, folder: Path) -> Outcome:
-    """One fit in which ``rank`` is killed ``after`` seconds of its own code; of all, where Lightning starts them."""
-    fit = Fit(folder, ranks, launcher)
+def kill(rank: int, after: float, ranks: int, launcher: str, folder: Path, timeout: float = _TIMEOUT) -> Outcome:
+    """One fit in which ``rank`` is killed ``after`` seconds of its own code; of all, where Lightning starts them.
+
+    Its process group waits ``timeout`` seconds.
+    """
+    fit = _long_fit(folder, ranks, launcher, timeout)
     try:
         if launcher == "script":  # who has not been started yet, cannot say anything
             for other in range(ranks):
@@ -163,7 +171,7 @@ def kill(rank: int, after: float, ranks: int, launcher: str, folder: Path) -> Ou
         if not finished:
             os.kill(victim, signal.SIGKILL)
         began = time.monotonic()
-        ended = time.monotonic() - began if fit.ended(TIMEOUT + _LONGER) else None
+        ended = time.monotonic() - began if fit.ended(timeout + _LONGER) else None
     finally:
         fit.close()
     outputs = fit.outputs()

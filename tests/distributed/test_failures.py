@@ -45,12 +45,12 @@ def test_the_others_name_the_rank(how, rank, step, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rank", "after", "launcher"),
-    [(1, 0.0, "torchrun"), (0, 6.0, "script")],
+    ("rank", "after", "launcher", "timeout"),
+    [(1, 0.0, "torchrun", 3.0), (0, 6.0, "script", 20.0)],
 )
-def test_killed_at_any_moment(rank, after, launcher, tmp_path):
+def test_killed_at_any_moment(rank, after, launcher, timeout, tmp_path):
     """Before the processes have met, and later, by a clock; ``python -m tests.distributed.kills`` tries more."""
-    found = kill(rank, after, 2, launcher, tmp_path)
+    found = kill(rank, after, 2, launcher, tmp_path, timeout)
     assert found.right, found
 
 
