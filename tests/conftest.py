@@ -23,7 +23,6 @@ os.environ.setdefault("LIGHTNING_ORT_MEASURE", "0")
 # two threads, or one each where pytest-xdist runs a test on each core
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
-
 _TESTS = itertools.count(1)
 
 

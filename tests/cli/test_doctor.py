@@ -179,8 +179,9 @@ def test_without_onnxruntime(tmp_path):
 
 
 @pytest.mark.stock_only
-def test_two_processes_that_do_not_meet(capsys, monkeypatch):
-    """An interface that gloo cannot use ends both at once."""
+def test_two_processes_meet(capsys, monkeypatch):
+    assert doctor.meet() is None
+    # one that gloo cannot use ends both at once
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     assert main(["doctor"]) == 0
     printed = listing(capsys)
