@@ -23,8 +23,10 @@ RELEASE := .venv-release
 WHEEL := .venv-wheel
 JAVASCRIPT := examples/ondevice/node_modules
 STAMP := .lightning_ort-installed
-# --no-compile: Python compiles what is imported, a tenth of what is installed, which took half of the time
+# --no-compile: Python compiles what is imported, a tenth of what is installed, which took half of the time. What it has
+# compiled it must keep, also for who has that switched off: each process would take ten seconds to start.
 PIP_OPTIONS := -qq --disable-pip-version-check --no-input --no-compile
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo test test-docs test-stock test-cpu test-hugging-face test-gpu fuzz networks lint format docs bench dist \
 	smoke environments clean clean-environments
