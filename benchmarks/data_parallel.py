@@ -133,12 +133,22 @@ def launch(ranks: int, options: argparse.Namespace) -> list[dict[str, Any]]:
         )
         for rank in range(ranks)
     ]
-    output, _ = processes[0].communicate()
+    output, results = [], []
+    assert processes[0].stdout is not None
+    for line in processes[0].stdout:
+        output.append(line)
+        if line.startswith("RESULT "):
+            results.append({"ranks": ranks, **json.loads(line.removeprefix("RESULT "))})
+            print("done:", _in_words(results[-1]), file=sys.stderr, flush=True)
     codes = [process.wait() for process in processes]
     if any(codes):
-        raise RuntimeError(f"{ranks} ranks have ended with {codes}:\n{output[-3000:]}")
-    lines = [line.removeprefix("RESULT ") for line in output.splitlines() if line.startswith("RESULT ")]
-    return [{"ranks": ranks, **json.loads(line)} for line in lines]
+        raise RuntimeError(f"{ranks} ranks have ended with {codes}:\n{''.join(output)[-3000:]}")
+    return results
+
+
+def _in_words(result: dict[str, Any]) -> str:
+    torch_ms, ort_ms = (statistics.median(result[name]) for name in ("torch_ms", "ort_ms"))
+    return f"{result['ranks']} ranks, {result['model']}, {result['scaling']}: {torch_ms:.3g} ms, ort {ort_ms:.3g} ms"
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
