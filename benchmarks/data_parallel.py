@@ -135,11 +135,12 @@ def launch(ranks: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     ]
     output, results = [], []
     assert processes[0].stdout is not None
-    for line in processes[0].stdout:
-        output.append(line)
-        if line.startswith("RESULT "):
-            results.append({"ranks": ranks, **json.loads(line.removeprefix("RESULT "))})
-            print("done:", _in_words(results[-1]), file=sys.stderr, flush=True)
+    with processes[0].stdout as lines:
+        for line in lines:
+            output.append(line)
+            if line.startswith("RESULT "):
+                results.append({"ranks": ranks, **json.loads(line.removeprefix("RESULT "))})
+                print("done:", _in_words(results[-1]), file=sys.stderr, flush=True)
     codes = [process.wait() for process in processes]
     if any(codes):
         raise RuntimeError(f"{ranks} ranks have ended with {codes}:\n{''.join(output)[-3000:]}")
