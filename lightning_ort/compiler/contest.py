@@ -88,17 +88,11 @@ def learns() -> bool:
     return not deterministic and os.environ.get("LIGHTNING_ORT_MEASURE", "1") != "0"
 
 
-def race(
-    runs: Mapping[str, Callable[[], object]], is_last: Callable[[str], object] = lambda name: None
-) -> dict[str, float]:
+def race(runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
     """Seconds of one run of each, run in turns, which has each begin with the threads of the others still about.
 
     The first run of each does not count: kernels are chosen and memory is found then. Long ones come one after the
-    other and few times: what they have in memory would not be there twice in a training.
-
-    Args:
-        runs: what is run, by name.
-        is_last: called before the last run of the one of that name, if that is to give back what it holds in memory.
+    other and few times, and give their memory back: it would not be there twice in a training.
     """
     first, *others = runs
     warm = _timed(runs[first])
@@ -107,7 +101,7 @@ def race(
         for name, run in runs.items():
             if name != first and warm < _VERY_LONG:
                 run()
-            seconds[name] = _alone(run, warm, functools.partial(is_last, name))
+            seconds[name] = _alone(run, warm)
         return seconds
     for name in others:
         runs[name]()
@@ -122,23 +116,21 @@ def race(
     return {name: sorted(row)[len(row) // 4] for name, row in times.items()}
 
 
-def _alone(run: Callable[[], object], expected: float, is_last: Callable[[], object]) -> float:
+def _alone(run: Callable[[], object], expected: float) -> float:
     """Seconds of the fastest of a few runs, the fewer the longer one is expected to take."""
     enough, most = _AT_ONCE
-    times = [_timed(run) for _ in range(min(most, int(enough / expected)))]
-    is_last()
-    return min([*times, _timed(run)])
+    seconds = min(_timed(run) for _ in range(1 + min(most, int(enough / expected))))
+    release_free_memory()
+    return seconds
 
 
-def _measure_again(
-    runs: Mapping[str, Callable[[], object]], seconds: dict[str, float], is_last: Callable[[str], object]
-) -> None:
+def _measure_again(runs: Mapping[str, Callable[[], object]], seconds: dict[str, float]) -> None:
     """Take long ones that may be the fastest once more, later: something else may have slowed all runs of one down."""
     fastest = min(seconds.values())
     close = [name for name, time in seconds.items() if time < _PROMISING * fastest]
     if fastest < _VERY_LONG and len(close) > 1:
         for name in close:
-            again = _alone(runs[name], seconds[name], functools.partial(is_last, name))
+            again = _alone(runs[name], seconds[name])
             seconds[name] = min(seconds[name], again)
 
 
@@ -167,7 +159,6 @@ class Contest(Generic[Unit]):
         unit: Unit,
         run: Callable[[Unit], object],
         eager: Callable[[], object],
-        shrink: Callable[[Unit], object] = lambda unit: None,
         *,
         eager_counts: bool = True,
     ) -> tuple[Unit | None, Choice] | None:
@@ -179,18 +170,11 @@ class Contest(Generic[Unit]):
             unit: what ONNX Runtime runs.
             run: runs a unit.
             eager: computes the same by Dynamo's graph.
-            shrink: has the next run of a unit give back what it has in memory.
             eager_counts: eager may be chosen.
         """
         units = {"onnxruntime": unit}
-
-        def is_last(name: str) -> None:
-            release_free_memory()
-            if name in units:
-                shrink(units[name])
-
         try:
-            seconds = race({"onnxruntime": lambda: run(unit), "eager": eager}, is_last)
+            seconds = race({"onnxruntime": lambda: run(unit), "eager": eager})
         except Exception as error:
             _log.debug("Nothing was measured", exc_info=error)
             return None
@@ -200,8 +184,6 @@ class Contest(Generic[Unit]):
             hopeless.add(ONE_THREAD)
         for name, make in self._rivals.items():
             if name not in hopeless:
-                if is_long:
-                    release_free_memory()  # of those before, so that not all have theirs at a time
                 # what ONNX Runtime can and another cannot is no reason to stop
                 try:
                     made = make()
@@ -209,15 +191,15 @@ class Contest(Generic[Unit]):
                     units[name] = made
                     if is_long:
                         again = functools.partial(run, made)
-                        seconds[name] = _alone(again, seconds["onnxruntime"], functools.partial(is_last, name))
+                        seconds[name] = _alone(again, seconds["onnxruntime"])
                 except Exception as error:
                     _log.info("%s does not run a graph that ONNX Runtime runs: %s", name, error)
         runs: dict[str, Callable[[], object]] = {n: functools.partial(run, u) for n, u in units.items()}
         runs["eager"] = eager
         if is_long:
-            _measure_again(runs, seconds, is_last)
+            _measure_again(runs, seconds)
         elif len(units) > 1:
-            seconds = race(runs, is_last)
+            seconds = race(runs)
         if not eager_counts:
             del seconds["eager"]
         choice = Choice.among(seconds, "onnxruntime")

@@ -236,6 +236,7 @@ class _Referee:
     def evaluate(self, dtype: torch.dtype | None = None, noise: int | None = None) -> Results | None:
         device = self.first_run._device
         disturbed = None if noise is None else RoundingNoise(noise, device)
+        release_free_memory()  # of the run that is checked
         with ForkedRNG(device, self.start):
             try:
                 return self.first_run._evaluate(self.args, self.incoming, self.scale, dtype, disturbed)

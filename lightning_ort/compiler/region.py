@@ -237,7 +237,6 @@ class Region:
                 unit,
                 lambda other: other.rehearse(inputs, tangents),
                 eager,
-                _shrink,
                 eager_counts=self.scaling is None,
             )
 
@@ -436,11 +435,6 @@ class Region:
             )
             # of what is empty, some kernels give the input itself, which adding up would count as changed
             return [g.clone() if g is not None and not g.numel() else g for g in gradients]
-
-
-def _shrink(unit: Executable | Pair) -> None:
-    for executable in unit.graphs:
-        executable.shrink()
 
 
 def _uncounted(graph: fx.GraphModule) -> frozenset[int]:

@@ -13,6 +13,7 @@ from onnx import TensorProto, helper
 
 from lightning_ort.environment import has_cpp_compiler
 from lightning_ort.errors import ProviderError
+from lightning_ort.runtime.arena import share_arena
 from lightning_ort.runtime.providers import check_available, native_to, provider_named
 from lightning_ort.runtime.providers.cpu import CPU
 from lightning_ort.validation import choice, flag, number, shown, whole
@@ -86,7 +87,10 @@ class RuntimeConfig:
         options.add_session_config_entry("session.force_spinning_stop", "1")
         if device is not None:
             native_to(device).prepare(options)
-        for key, value in (self.session_options or {}).items():
+        given = self.session_options or {}
+        if (device is None or device.type == "cpu") and given.get("enable_cpu_mem_arena", True):
+            share_arena(options)
+        for key, value in given.items():
             _set(options, key, value)
         return options
 

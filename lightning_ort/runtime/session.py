@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -13,6 +14,7 @@ import torch
 from onnxruntime.capi import _pybind_state
 
 from lightning_ort.errors import ProviderError
+from lightning_ort.runtime.arena import release_arena
 from lightning_ort.runtime.memory import address_of
 from lightning_ort.runtime.providers.cuda import Queue
 from lightning_ort.runtime.tensors import NUMPY, ONNX
@@ -22,9 +24,6 @@ __all__ = ["OrtSession"]
 
 # sets of addresses remembered per session: gradients of the last step are alive while the next are written
 _BINDINGS = 4
-
-
-_SHRINKING = {"memory.enable_memory_arena_shrinkage": "cpu:0"}
 
 
 class _Binding:
@@ -84,7 +83,7 @@ class OrtSession:
         self._places = places or {}
         self._bindings: dict[int, _Binding] = {}
         self._latest: _Binding | None = None
-        self._shrinks = False
+        weakref.finalize(self, release_arena).atexit = False
 
     def run(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         """Compute ``outputs`` from ``inputs``, which are those of ``input_names``; outputs must be contiguous.
@@ -139,10 +138,6 @@ class OrtSession:
     def _execute(self, io: onnxruntime.IOBinding, *, waiting: bool) -> None:
         """Run; ``waiting`` for a GPU until it is done, because memory of the host takes part."""
         try:
-            if self._shrinks:
-                self._shrinks = False
-                self.inner.run_with_iobinding(io, _run_options(self.inner, **_SHRINKING))
-                return
             if self._queue is None:
                 self.inner.run_with_iobinding(io, self._waiting)
                 return
@@ -167,10 +162,6 @@ class OrtSession:
         if refused is None:
             raise error
         raise refused from error
-
-    def shrink(self) -> None:
-        """Have the next run on the CPU give back the memory that it needs for values between operators."""
-        self._shrinks = self._queue is None and self.inner.get_session_options().enable_cpu_mem_arena
 
     @property
     def is_threaded(self) -> bool:

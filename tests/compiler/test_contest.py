@@ -8,7 +8,6 @@ import weakref
 from functools import partial
 
 import onnxruntime
-import psutil
 import pytest
 import torch
 import torch.nn.functional as F
@@ -28,7 +27,6 @@ from lightning_ort.environment import has_cpp_compiler
 from lightning_ort.errors import UnsupportedError
 from lightning_ort.files.cache import Cache
 from lightning_ort.runtime.config import RuntimeConfig
-from lightning_ort.runtime.memory import release_free_memory
 
 pytestmark = pytest.mark.usefixtures("measuring")
 
@@ -38,7 +36,7 @@ def races(monkeypatch):
     """Decide races by a table of milliseconds, not by a clock; gives that and the list of races that were run."""
     table, seen = {"onnxruntime": 2.0, "torch": 1.0, "eager": 2.0}, []
 
-    def pretend(runs, is_last=None):
+    def pretend(runs):
         seen.append(sorted(runs))
         for run in runs.values():
             run()
@@ -541,37 +539,38 @@ def test_a_race_of_long_runs_keeps_little_in_memory(monkeypatch):
     now, order = [0.0], []
     monkeypatch.setattr(contest.time, "perf_counter", lambda: now[0])
 
+    monkeypatch.setattr(contest, "release_free_memory", lambda: order.append("released"))
+
     def run(name, seconds):
         now[0] += seconds
         order.append(name)
 
     runs = {"a": partial(run, "a", 1.0), "b": partial(run, "b", 1.5)}
-    assert race(runs, lambda name: order.append(f"last {name}")) == {"a": 1.0, "b": 1.5}
-    assert order == ["a", "last a", "a", "b", "last b", "b"]
+    assert race(runs) == {"a": 1.0, "b": 1.5}
+    assert order == ["a", "a", "released", "b", "b", "released"]
     order.clear()
-    race({"a": partial(run, "a", 0.2), "b": partial(run, "b", 0.1)}, lambda name: order.append(f"last {name}"))
-    assert order == ["a", "a", "last a", "a", "b", "b", "last b", "b"]
+    race({"a": partial(run, "a", 0.2), "b": partial(run, "b", 0.1)})
+    assert order == ["a", "a", "a", "released", "b", "b", "b", "released"]
     order.clear()
     runs = {"a": partial(run, "a", 5.0), "b": partial(run, "b", 6.0)}
-    assert race(runs, lambda name: order.append(f"last {name}")) == {"a": 5.0, "b": 6.0}
-    assert order == ["a", "last a", "a", "last b", "b"]
+    assert race(runs) == {"a": 5.0, "b": 6.0}
+    assert order == ["a", "a", "released", "b", "released"]
 
 
 def test_a_contest_of_long_runs(monkeypatch):
     """ONNX Runtime runs twice, and gives back its memory before eager and torch run."""
     now, order = [0.0], []
     monkeypatch.setattr(contest.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(contest, "release_free_memory", lambda: order.append("released"))
 
     def run(unit):
         now[0] += {"ort": 3.0, "native": 1.0, "eager": 2.0}[unit]
         order.append(unit)
 
     key = contest.Key("graph", "sizes", 1, "program")
-    found = contest.Contest(key, {"torch": lambda: "native"}).settle(
-        "ort", run, partial(run, "eager"), lambda unit: order.append(f"shrink {unit}")
-    )
+    found = contest.Contest(key, {"torch": lambda: "native"}).settle("ort", run, partial(run, "eager"))
     assert found == ("native", Choice("torch", {"onnxruntime": 3000.0, "eager": 2000.0, "torch": 1000.0}))
-    assert order == ["ort", "shrink ort", "ort", "eager", "native", "shrink native", "native"]
+    assert order == ["ort", "ort", "released", "eager", "released", "native", "native", "released"]
 
 
 def test_a_machine_that_was_busy_for_a_while(monkeypatch):
@@ -588,26 +587,6 @@ def test_a_machine_that_was_busy_for_a_while(monkeypatch):
     found = contest.Contest(key, {"torch": lambda: "native"}).settle("ort", run, partial(run, "eager"))
     assert found == ("ort", Choice("onnxruntime", {"onnxruntime": 180.0, "eager": 450.0, "torch": 270.0}))
     assert order == ["ort", "ort", "eager", "eager", "native", "native", "ort", "eager", "native"]
-
-
-def test_released_memory():
-    """A session that was told to shrink gives back what its last run held, and runs on as before."""
-    net = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(8)])
-    graphs = []
-    backend = ORTBackend(RuntimeConfig(measure=False), on_graph=graphs.append, verify=False)
-    step = torch.compile(lambda x: net(x).square().mean(), backend=backend)
-    x = torch.randn(8192, 512)  # 16 MiB a layer
-
-    def resident():
-        release_free_memory()
-        return psutil.Process().memory_info().rss >> 20
-
-    first = step(x).item()
-    held = resident()
-    graphs[0].shrink()
-    assert step(x).item() == first
-    assert held - resident() > 100
-    assert step(x).item() == first
 
 
 @pytest.mark.parametrize(("fastest", "left"), [("torch", ["torch"]), ("eager", [])])

@@ -40,7 +40,7 @@ def fastest(monkeypatch):
     measured = []
 
     def make(name):
-        def pretend(runs, is_last=None):
+        def pretend(runs):
             measured.append(sorted(runs))
             return {candidate: 1e-3 if candidate == name else 2e-3 for candidate in runs}
 

@@ -13,6 +13,7 @@ from modules import Regressor, curve
 from parity import fit, step_report
 
 from lightning_ort.errors import ProviderError
+from lightning_ort.runtime.arena import share_arena
 from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.runtime.factory import SessionFactory
 from lightning_ort.runtime.providers import cuda, resolve
@@ -156,6 +157,7 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch):
     cuda._stream.cache_clear()
+    share_arena(onnxruntime.SessionOptions())  # has a session of its own, which is not for this machine
     yield Machine(monkeypatch)
     cuda._stream.cache_clear()
 

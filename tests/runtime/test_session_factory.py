@@ -111,17 +111,6 @@ def test_options_on_top_leave_those_of_the_user():
     assert seen == [(session, MODEL)]
 
 
-@pytest.mark.parametrize("arena", [True, False])
-def test_memory_is_given_back_where_it_is_kept(arena):
-    """Without an arena there is nothing to give back, which ONNX Runtime would refuse to do."""
-    session = SessionFactory(RuntimeConfig(session_options={"enable_cpu_mem_arena": arena})).session(MODEL)
-    x, y = torch.arange(3.0), torch.empty(3)
-    for _ in range(2):
-        session.shrink()
-        session.run([x], [y])
-        assert torch.equal(y, -x)
-
-
 def test_options_object_of_the_user_is_taken_as_it_is():
     own = onnxruntime.SessionOptions()
     sessions = SessionFactory(RuntimeConfig(session_options=own))

@@ -151,10 +151,6 @@ class Executable(Account, ABC):
         """Whether ONNX Runtime runs a part of it on several threads."""
         return False
 
-    @abstractmethod
-    def shrink(self) -> None:
-        """Have the next run give back the memory of its values when it ends, instead of keeping it for later ones."""
-
     def numbers(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Outputs that are Python numbers; 0 in the place of tensors."""
         return self._numbers(inputs)

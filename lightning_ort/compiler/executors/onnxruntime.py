@@ -65,10 +65,6 @@ class ORTExecutable(Executable):
     def is_threaded(self) -> bool:
         return any(session.is_threaded for session in self.plan.sessions)
 
-    def shrink(self) -> None:
-        for session in self.plan.sessions:
-            session.shrink()
-
     def run(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
         recording = timeline.present
         began = 0.0 if recording is None else perf_counter()

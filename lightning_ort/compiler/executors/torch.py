@@ -90,9 +90,6 @@ class TorchExecutable(Executable):
             recording.add("torch", "graph", began, self.report)
         return results
 
-    def shrink(self) -> None:
-        """Nothing: each value is given back after its last use."""
-
     def _separate(self, results: list[torch.Tensor], inputs: Iterable[torch.Tensor]) -> None:
         """Copy results that share memory although no operator says so, in this run and those to come."""
         seen = {storage_key(x) for x in inputs}

@@ -42,6 +42,8 @@ def weight_gradient(
     ``positions`` are the spatial sizes of ``grad``; ``single`` tells single from double precision.
     """
     per_group = channels // groups
+    if window.taps > 1:
+        image = _not_before(g, image, grad, 2 + window.rank)
     area = math.prod(positions) if isinstance(positions, list) else None
     if groups > 1 or not single:
         product = _grouped(g, image, channels, grad, grad_channels, groups, window, positions, single)
@@ -57,6 +59,18 @@ def weight_gradient(
     return g.op("Reshape", product, g.ints([grad_channels, per_group, *window.kernel]))
 
 
+def _not_before(g: GraphBuilder, value: ir.Value, other: ir.Value, rank: int) -> ir.Value:
+    """``value``, of ``rank`` dimensions, for nodes that are not to run before ``other`` is there.
+
+    Of the nodes that can run ONNX Runtime takes the one that was written first. Those that its optimizers make are the
+    last ones: while one of them is waited for, the columns of all convolutions would be made, many times as large as
+    the images, and wait in memory for their gradients.
+    """
+    size = g.op("Size", other)  # a shape would be known before anything runs
+    kept = g.op("Add", g.ints([0] * rank), g.op("Sub", size, size))
+    return g.op("Reshape", value, kept)
+
+
 def _channels_first(g: GraphBuilder, value: ir.Value, window: Window) -> ir.Value:
     return g.op("Transpose", value, perm=[1, 0, *range(2, 2 + window.rank)])
 
@@ -70,11 +84,11 @@ def _joined(
     window: Window,
     positions: Sizes,
 ) -> ir.Value:
-    """(taps x channels, all pixels) times (all pixels, grad_channels), transposed."""
+    """(grad_channels, all pixels) times (all pixels, taps x channels), by rows of pixels."""
     columns = concatenated(g, tap_slices(g, _channels_first(g, image, window), 2, window, positions), 0)
     columns = g.op("Reshape", columns, g.ints([window.taps * channels, -1]))
     rows = g.op("Reshape", _channels_first(g, grad, window), g.ints([grad_channels, -1]))
-    return g.op("Transpose", g.op("Gemm", columns, rows, transB=1), perm=[1, 0])
+    return g.op("Gemm", rows, columns, transB=1)
 
 
 def _by_pixel(

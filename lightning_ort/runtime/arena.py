@@ -1,0 +1,63 @@
+"""Memory for values between operators on the CPU: one arena of ONNX Runtime's for the sessions of all graphs.
+
+By itself each session has an arena of its own, which keeps what its largest run has needed for as long as it lives. A
+plan of forty segments would keep that forty times, though one runs at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable
+
+import numpy as np
+import onnxruntime
+from onnx import TensorProto, helper
+
+from lightning_ort.runtime.providers.cpu import cpu_session
+
+__all__ = ["release_arena", "share_arena"]
+
+_SHARED = "session.use_env_allocators"
+_RELEASING = {"memory.enable_memory_arena_shrinkage": "cpu:0"}
+_BY_DEFAULT = -1
+
+
+def share_arena(options: onnxruntime.SessionOptions) -> None:
+    """Have the sessions that are made with ``options`` take their memory from the common arena."""
+    _releasing()
+    options.add_session_config_entry(_SHARED, "1")
+
+
+def release_arena() -> None:
+    """Give the memory of the common arena that no value is in back to the system."""
+    if _releasing.cache_info().currsize:
+        _releasing()()
+
+
+@functools.cache
+def _releasing() -> Callable[[], object]:
+    """Make the arena; what is returned releases it. An arena gives back memory at the end of a run, and only then."""
+    place = onnxruntime.OrtMemoryInfo(
+        "Cpu", onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, onnxruntime.OrtMemType.DEFAULT
+    )
+    with contextlib.suppress(RuntimeError):  # the process has one that somebody else has made: it serves as well
+        onnxruntime.create_and_register_allocator(place, onnxruntime.OrtArenaCfg(0, *[_BY_DEFAULT] * 3))
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in ("x", "y"))
+    graph = helper.make_graph([helper.make_node("Neg", ["x"], ["y"])], "release", [x], [y])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    options, run_options = onnxruntime.SessionOptions(), onnxruntime.RunOptions()
+    options.intra_op_num_threads, options.log_severity_level, run_options.log_severity_level = 1, 4, 4
+    options.add_session_config_entry(_SHARED, "1")
+    for key, value in _RELEASING.items():
+        run_options.add_run_config_entry(key, value)
+    session, number = cpu_session(model.SerializeToString(), options), np.zeros(1, np.float32)
+    release = functools.partial(session.run, None, {"x": number}, run_options)
+    release()  # the piece that an arena takes first is never given back: that is this one, of a megabyte
+    return release
+
+
+if hasattr(os, "register_at_fork"):
+    # a thread that is not there any more may have been in the arena
+    os.register_at_fork(after_in_child=_releasing.cache_clear)
