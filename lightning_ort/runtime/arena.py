@@ -58,6 +58,18 @@ def _releasing() -> Callable[[], object]:
     return release
 
 
+_inherited: list[object] = []
+
+
+def _begin_anew() -> None:
+    """In a child of a fork, leave the arena alone until a session of its own is made.
+
+    A thread of the parent's, which is not there, may have been in it; nor may what releases it end, which frees memory.
+    """
+    if _releasing.cache_info().currsize:
+        _inherited.append(_releasing())
+        _releasing.cache_clear()
+
+
 if hasattr(os, "register_at_fork"):
-    # a thread that is not there any more may have been in the arena
-    os.register_at_fork(after_in_child=_releasing.cache_clear)
+    os.register_at_fork(after_in_child=_begin_anew)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
+from lightning_ort.runtime import arena
 from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.runtime.factory import SessionFactory
 from lightning_ort.runtime.memory import release_free_memory
@@ -78,6 +79,16 @@ def test_what_a_session_has_held_is_given_back_with_it(sessions):
 def test_the_user_decides(given, shared):
     options = SessionFactory(RuntimeConfig(session_options=given)).session_options()
     assert options.get_session_config_entry(_ENTRY) == shared
+
+
+def test_after_a_fork_nothing_is_touched_before_a_session_is_made(sessions, monkeypatch):
+    monkeypatch.setattr(arena, "_inherited", [])
+    before = arena._releasing()
+    arena._begin_anew()
+    release_free_memory()
+    assert arena._inherited == [before] and not arena._releasing.cache_info().currsize
+    _run(SessionFactory(RuntimeConfig()).session(_model()), torch.full([8], 4.0))
+    assert arena._releasing() is not before
 
 
 def test_without_an_arena():
