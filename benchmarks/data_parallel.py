@@ -149,7 +149,9 @@ def launch(ranks: int, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _in_words(result: dict[str, Any]) -> str:
     torch_ms, ort_ms = (statistics.median(result[name]) for name in ("torch_ms", "ort_ms"))
-    return f"{result['ranks']} ranks, {result['model']}, {result['scaling']}: {torch_ms:.3g} ms, ort {ort_ms:.3g} ms"
+    return (
+        f"{result['ranks']} ranks, {result['model']}, {result['scaling']}: torch {torch_ms:.3g} ms, ort {ort_ms:.3g} ms"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:

@@ -78,36 +78,30 @@ def measure_overhead(steps: int = 3000, warmup_steps: int = 100) -> dict[str, fl
     def loss_of(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(net(inputs), labels)
 
-    compiled = torch.compile(loss_of, backend=ORTBackend(on_unsupported="error"))
-    times: dict[str, list[float]] = {"run": [], "call": [], "backward": []}
-    with _RunTimer() as timer:
-        for step in range(warmup_steps + steps):
-            net.zero_grad()
-            timer.seconds, timer.runs = 0.0, 0
-            start = time.perf_counter()
-            loss = compiled(inputs, labels)
-            called = time.perf_counter()
-            loss.backward()
-            done = time.perf_counter()
-            if timer.runs != 1:
-                raise RuntimeError(f"Expected one run of ONNX Runtime in a step, but there were {timer.runs}.")
-            if step >= warmup_steps:
-                times["run"].append(timer.seconds)
-                times["call"].append(called - start - timer.seconds)
-                times["backward"].append(done - called)
-    torch.compiler.reset()
-    compiled = torch.compile(loss_of, backend=_nothing)
-    times |= {"call of nothing": [], "backward of nothing": []}
-    for step in range(warmup_steps + steps):
-        net.zero_grad()
-        start = time.perf_counter()
-        loss = compiled(inputs, labels)
-        called = time.perf_counter()
-        loss.backward()
-        done = time.perf_counter()
-        if step >= warmup_steps:
-            times["call of nothing"].append(called - start)
-            times["backward of nothing"].append(done - called)
+    def measure(backend: Any, runs: int) -> dict[str, list[float]]:
+        torch.compiler.reset()
+        compiled = torch.compile(loss_of, backend=backend)
+        times: dict[str, list[float]] = {"run": [], "call": [], "backward": []}
+        with _RunTimer() as timer:
+            for step in range(warmup_steps + steps):
+                net.zero_grad()
+                timer.seconds, timer.runs = 0.0, 0
+                start = time.perf_counter()
+                loss = compiled(inputs, labels)
+                called = time.perf_counter()
+                loss.backward()
+                done = time.perf_counter()
+                if timer.runs != runs:
+                    raise RuntimeError(f"Expected {runs} runs of ONNX Runtime in a step, but there were {timer.runs}.")
+                if step >= warmup_steps:
+                    times["run"].append(timer.seconds)
+                    times["call"].append(called - start - timer.seconds)
+                    times["backward"].append(done - called)
+        return times
+
+    times = measure(ORTBackend(on_unsupported="error"), runs=1)
+    nothing = measure(_nothing, runs=0)
+    times |= {f"{part} of nothing": nothing[part] for part in ("call", "backward")}
     return {part: 1e6 * median(seconds) for part, seconds in times.items()}
 
 

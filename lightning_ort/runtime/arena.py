@@ -15,12 +15,11 @@ import numpy as np
 import onnxruntime
 from onnx import TensorProto, helper
 
-from lightning_ort.runtime.providers.cpu import cpu_session
+from lightning_ort.runtime.providers.cpu import session_of_node
 
 __all__ = ["release_arena", "share_arena"]
 
 _SHARED = "session.use_env_allocators"
-_RELEASING = {"memory.enable_memory_arena_shrinkage": "cpu:0"}
 _BY_DEFAULT = -1
 
 
@@ -45,14 +44,11 @@ def _releasing() -> Callable[[], object]:
     with contextlib.suppress(RuntimeError):  # the process has one that somebody else has made: it serves as well
         onnxruntime.create_and_register_allocator(place, onnxruntime.OrtArenaCfg(0, *[_BY_DEFAULT] * 3))
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in ("x", "y"))
-    graph = helper.make_graph([helper.make_node("Neg", ["x"], ["y"])], "release", [x], [y])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     options, run_options = onnxruntime.SessionOptions(), onnxruntime.RunOptions()
     options.intra_op_num_threads, options.log_severity_level, run_options.log_severity_level = 1, 4, 4
     options.add_session_config_entry(_SHARED, "1")
-    for key, value in _RELEASING.items():
-        run_options.add_run_config_entry(key, value)
-    session, number = cpu_session(model.SerializeToString(), options), np.zeros(1, np.float32)
+    run_options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+    session, number = session_of_node(helper.make_node("Neg", ["x"], ["y"]), [x], y, options), np.zeros(1, np.float32)
     release = functools.partial(session.run, None, {"x": number}, run_options)
     release()  # the piece that an arena takes first is never given back: that is this one, of a megabyte
     return release

@@ -83,6 +83,7 @@ class OrtSession:
         self._places = places or {}
         self._bindings: dict[int, _Binding] = {}
         self._latest: _Binding | None = None
+        # its own arena would go with it; the common one keeps what its values have been in
         weakref.finalize(self, release_arena).atexit = False
 
     def run(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:

@@ -8,6 +8,7 @@ import weakref
 from functools import partial
 
 import onnxruntime
+import psutil
 import pytest
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ from lightning_ort.environment import has_cpp_compiler
 from lightning_ort.errors import UnsupportedError
 from lightning_ort.files.cache import Cache
 from lightning_ort.runtime.config import RuntimeConfig
+from lightning_ort.runtime.memory import release_free_memory
 
 pytestmark = pytest.mark.usefixtures("measuring")
 
@@ -587,6 +589,23 @@ def test_a_machine_that_was_busy_for_a_while(monkeypatch):
     found = contest.Contest(key, {"torch": lambda: "native"}).settle("ort", run, partial(run, "eager"))
     assert found == ("ort", Choice("onnxruntime", {"onnxruntime": 180.0, "eager": 450.0, "torch": 270.0}))
     assert order == ["ort", "ort", "eager", "eager", "native", "native", "ort", "eager", "native"]
+
+
+def test_released_memory():
+    """What a graph's values have been in is given back, and it runs on as before."""
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(8)])
+    backend = ORTBackend(RuntimeConfig(measure=False), verify=False)
+    step = torch.compile(lambda x: net(x).square().mean(), backend=backend)
+    x = torch.randn(8192, 512)  # 16 MiB a layer
+
+    def resident():
+        return psutil.Process().memory_info().rss >> 20
+
+    first = step(x).item()
+    held = resident()
+    release_free_memory()
+    assert held - resident() > 100
+    assert step(x).item() == first
 
 
 @pytest.mark.parametrize(("fastest", "left"), [("torch", ["torch"]), ("eager", [])])

@@ -91,13 +91,17 @@ def test_after_a_fork_nothing_is_touched_before_a_session_is_made(sessions, monk
     assert arena._releasing() is not before
 
 
-def test_without_an_arena():
-    factory = SessionFactory(RuntimeConfig(session_options={"enable_cpu_mem_arena": False}))
-    with pytest.raises(RuntimeError, match=_ENTRY):
-        factory.session_options().get_session_config_entry(_ENTRY)
-    x = torch.full([8], 4.0)
-    _run(factory.session(_model()), x)
-    release_free_memory()
+@pytest.mark.parametrize("kept", [True, False])
+def test_memory_is_given_back_where_it_is_kept(kept):
+    """Without an arena there is nothing to give back."""
+    factory = SessionFactory(RuntimeConfig(session_options={"enable_cpu_mem_arena": kept}))
+    if not kept:
+        with pytest.raises(RuntimeError, match=_ENTRY):
+            factory.session_options().get_session_config_entry(_ENTRY)
+    session, x = factory.session(_model()), torch.full([8], 4.0)
+    for _ in range(2):
+        release_free_memory()
+        _run(session, x)
 
 
 def test_the_users_own_options_are_left_alone():

@@ -23,7 +23,7 @@ import onnx_ir as ir
 from lightning_ort.compiler.lowering.builder import CONTRIB, GraphBuilder
 from lightning_ort.compiler.lowering.windows import Sizes, Window, concatenated, tap_slices
 
-__all__ = ["weight_gradient"]
+__all__ = ["not_before", "weight_gradient"]
 
 
 def weight_gradient(
@@ -42,8 +42,6 @@ def weight_gradient(
     ``positions`` are the spatial sizes of ``grad``; ``single`` tells single from double precision.
     """
     per_group = channels // groups
-    if window.taps > 1:
-        image = _not_before(g, image, grad, 2 + window.rank)
     area = math.prod(positions) if isinstance(positions, list) else None
     if groups > 1 or not single:
         product = _grouped(g, image, channels, grad, grad_channels, groups, window, positions, single)
@@ -59,7 +57,7 @@ def weight_gradient(
     return g.op("Reshape", product, g.ints([grad_channels, per_group, *window.kernel]))
 
 
-def _not_before(g: GraphBuilder, value: ir.Value, other: ir.Value, rank: int) -> ir.Value:
+def not_before(g: GraphBuilder, value: ir.Value, other: ir.Value, rank: int) -> ir.Value:
     """``value``, of ``rank`` dimensions, for nodes that are not to run before ``other`` is there.
 
     Of the nodes that can run ONNX Runtime takes the one that was written first. Those that its optimizers make are the

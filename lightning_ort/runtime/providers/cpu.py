@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -17,7 +16,7 @@ from onnx import TensorProto, helper
 from lightning_ort.errors import ProviderError
 from lightning_ort.runtime.providers.provider import Provider
 
-__all__ = ["CPU", "cpu_session", "gives", "has_training_kernels", "has_vector_where"]
+__all__ = ["CPU", "cpu_session", "gives", "has_training_kernels", "has_vector_where", "session_of_node"]
 
 _LARGE_CONVOLUTION = 1e7
 """Operations of a convolution from which oneDNN's lead is more than leaving a session and entering the next one costs:
@@ -77,7 +76,7 @@ def gives(op_type: str, number: float, expected: float, *, double: bool = False)
     """
     dtype, element = (np.float64, TensorProto.DOUBLE) if double else (np.float32, TensorProto.FLOAT)
     x, y = (helper.make_tensor_value_info(name, element, [16]) for name in ("x", "y"))
-    session = _session(helper.make_node(op_type, ["x"], ["y"]), [x], y)
+    session = session_of_node(helper.make_node(op_type, ["x"], ["y"]), [x], y)
     (result,) = session.run(None, {"x": np.full(16, number, dtype)})
     return bool(np.array_equal(result, np.full(16, expected, dtype), equal_nan=True))
 
@@ -88,13 +87,19 @@ def has_training_kernels() -> bool:
     y, dy, dx = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in ("y", "dy", "dx"))
     node = helper.make_node("ReluGrad", ["dy", "y"], ["dx"], domain="com.microsoft")
     try:
-        _session(node, [dy, y], dx)
+        session_of_node(node, [dy, y], dx)
     except Exception:  # its errors have no common class; each of them means no
         return False
     return True
 
 
-def _session(node: onnx.NodeProto, inputs: list[onnx.ValueInfoProto], output: onnx.ValueInfoProto) -> Any:
+def session_of_node(
+    node: onnx.NodeProto,
+    inputs: list[onnx.ValueInfoProto],
+    output: onnx.ValueInfoProto,
+    options: onnxruntime.SessionOptions | None = None,
+) -> onnxruntime.InferenceSession:
+    """:func:`cpu_session` of a single operator."""
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
-    model = helper.make_model(helper.make_graph([node], "probe", inputs, [output]), opset_imports=opsets, ir_version=10)
-    return cpu_session(model.SerializeToString())
+    model = helper.make_model(helper.make_graph([node], "node", inputs, [output]), opset_imports=opsets, ir_version=10)
+    return cpu_session(model.SerializeToString(), options)
