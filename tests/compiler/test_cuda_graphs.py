@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import modules
 import networks
+import onnx
 import pytest
 import torch
 import torch.nn.functional as F
@@ -106,6 +108,20 @@ def test_a_graph_for_a_gpu_computes_what_eager_computes_and_leaves_nothing_to_to
     assert not fallbacks
     (traced,) = traces
     assert traced.inputs[-1].meta["val"].device.type == "cuda"
+
+
+@pytest.mark.parametrize("pretence", [cuda_traces, nullcontext])
+def test_the_gradient_of_a_convolution_computes_no_size_on_a_gpu(pretence):
+    """The CPU would, for a node to wait for, and the session for it in each run."""
+    models: list[bytes] = []
+    layer = nn.Conv2d(4, 6, 3, padding=1)
+    config = RuntimeConfig(placement="onnxruntime", on_session=lambda session, model: models.append(model))
+    with pretence():
+        step = torch.compile(lambda x: layer(x).square().mean(), backend=ORTBackend(config))
+        step(torch.randn(2, 4, 9, 9)).backward()
+    (model,) = models
+    sizes = [node.op_type for node in onnx.load_from_string(model).graph.node if node.op_type == "Size"]
+    assert sizes == ["Size"] * (pretence is nullcontext)
 
 
 @pytest.mark.parametrize("network", ["Classifier", "ConvNet", "TextClassifier", "MLP", "networks.ConvNet", "GPT"])
