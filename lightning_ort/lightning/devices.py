@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from lightning_ort.checkpoints import ORTCheckpointIO
@@ -165,7 +166,8 @@ class Devices(_Base):
 
     def _of_several(self) -> dict[str, Any]:
         """Arguments of Lightning's ``DDPStrategy``."""
-        return self._parallel.arguments()
+        devices = self._parallel_devices or []
+        return self._parallel.arguments(on_cpu=all(device.type == "cpu" for device in devices))
 
     def _filled_in(self) -> dict[str, Any]:
         """What Lightning has filled in, past properties that have something in the place of what is missing."""
@@ -296,7 +298,7 @@ class Devices(_Base):
             port,
             self.global_rank,
             self.world_size,
-            self._parallel.arguments()["timeout"],
+            self._parallel.timeout or default_pg_timeout,
             device_id=None if device.type == "cpu" else device,
         )
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 
-from lightning_ort import ORTArtifacts, ORTExport
+from lightning_ort import ORTArtifacts, ORTExport, ORTStrategy
 
 from .ranks import launch
 from .test_data_parallel import assert_close, assert_ranks_equal
@@ -97,3 +98,17 @@ def test_all_ranks_ask_where_to_write(callback):
     trainer = Second()
     callback.on_fit_end(trainer, None)
     assert trainer.asked == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "found"), [({}, "cpu", 25), ({"bucket_cap_mb": 4}, "cpu", 4), ({}, "cuda", None)]
+)
+def test_one_bucket_for_gradients_that_are_there_at_once(given, device, found):
+    """Unless its size is named, torch's first bucket is of 1 MiB."""
+    strategy = ORTStrategy(**given, parallel_devices=[torch.device(device, i) for i in range(2)])
+    assert strategy._of_several().get("bucket_cap_mb") == found
+
+
+def test_size_of_buckets_reaches_lightning():
+    strategy = Trainer(strategy="ort", accelerator="cpu", devices=2, logger=False, enable_checkpointing=False).strategy
+    assert strategy._ddp_kwargs["bucket_cap_mb"] == 25
