@@ -264,7 +264,7 @@ def _factor_of(loss: torch.Tensor, node: Any) -> float | None:
     number = last._saved_other
     if number.device.type != "cpu":  # waiting for it would take longer than the engine
         return None
-    return 1.0 if number == 1 else (torch.ones((), dtype=loss.dtype) / number).item()
+    return 1.0 if number.item() == 1 else (torch.ones((), dtype=loss.dtype) / number).item()
 
 
 def _is_watched(tensor: Any) -> bool:

@@ -11,6 +11,7 @@ from torch import fx
 
 from lightning_ort.compiler.autograd_functions import as_autograd_knows_it
 from lightning_ort.compiler.checkpointing import as_in_eager
+from lightning_ort.compiler.contest import measures
 from lightning_ort.compiler.executors.executable import Account, timed_in_torch
 from lightning_ort.compiler.functional_graph import Untraceable
 from lightning_ort.compiler.global_state import leaving_grad_mode
@@ -108,6 +109,10 @@ class ORTBackend:
         Otherwise a process that knows from an earlier one that torch is faster would never find out what is missing.
         """
         return self.config if self.on_unsupported == "torch" else dataclasses.replace(self.config, measure=False)
+
+    def measures(self, device: torch.device) -> bool:
+        """Whether who runs what on ``device`` is found out by measuring."""
+        return self.scaling is None and measures(self._config(), device)
 
     def _report(self, executable: Account) -> None:
         if executable.fallbacks:

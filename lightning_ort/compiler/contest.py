@@ -30,7 +30,7 @@ __all__ = ["MEMORY", "Choice", "Contest", "Key", "Memory", "learns", "measures",
 
 _log = logging.getLogger(__name__)
 
-_EXECUTORS = {"onnxruntime", ONE_THREAD, "torch", "inductor", "eager"}
+_EXECUTORS = {"onnxruntime", ONE_THREAD, "torch", "inductor", "eager", "graphs"}
 
 _BUDGET = 0.15
 """seconds after which no further round of a race begins"""
@@ -259,6 +259,13 @@ class Key:
         whole = ["update", optimizer.__module__, optimizer.__qualname__, parts]
         name = _hashed([whole, _means(config)])
         return cls(name, name, elements, _hashed(whole))
+
+    @classmethod
+    def of_step(cls, name: str, parts: Any, elements: int, config: RuntimeConfig) -> Key:
+        """Take it from the ``name`` of a step function and the ``parts`` that make it what it is, but for sizes."""
+        whole = ["step", name, parts]
+        means = _means(config)
+        return cls(_hashed([whole, means]), _hashed([whole, elements, means]), elements, _hashed([whole, elements]))
 
 
 def _means(config: RuntimeConfig) -> list[Any]:

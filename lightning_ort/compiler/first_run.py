@@ -87,6 +87,8 @@ class FirstRun:
             end = ForkedRNG.state(self._device)
         release_free_memory()
         results = executable.run(args if scale is None else [*args, scale])
+        for _, p in executable.updates:  # which another run would write
+            results[p] = results[p].clone()
         finite = None if executable.finite is None else bool(results[executable.finite])
         overflow = finite is not None and self._overflow(executable, reference, finite)
         try:

@@ -20,10 +20,10 @@ aten = torch.ops.aten
 Draw = Callable[..., torch.Tensor]
 
 DRAWS: dict[Any, Draw] = {}
-"""Overload to ``draw(shape, stride, dtype, device, *args, **kwargs)``, the same numbers that eager would draw.
+"""Overload to ``draw(memory, *args)``, which gives the numbers that eager would draw: in ``memory``, or elsewhere.
 
-Shape, strides and dtype are those of :func:`layout_of`; ``args`` and ``kwargs`` are the node's own with symbolic
-numbers resolved, tensors among them are not read and may be anything.
+Shape, strides and dtype of ``memory`` are those of :func:`layout_of`; ``args`` are the node's own with symbolic numbers
+resolved, tensors among them are not read and may be anything.
 """
 
 _IN_PLACE = {
@@ -54,21 +54,6 @@ def layout_of(node: fx.Node) -> torch.Tensor:
     return torch.empty_like(val) if 0 in [step for step in val.stride() if isinstance(step, int)] else val
 
 
-def _draw(fill: Callable[..., torch.Tensor]) -> Draw:
-    def draw(
-        shape: Sequence[int],
-        stride: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        /,
-        *args: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        return fill(torch.empty_strided(shape, stride, dtype=dtype, device=device), *args)
-
-    return draw
-
-
 @torch.library.custom_op("lightning_ort::dropout_factor", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def dropout_factor(x: torch.Tensor, p: float) -> torch.Tensor:
     """What dropout on a GPU multiplies ``x`` by; its kernel draws the mask by the layout and type of ``x``."""
@@ -82,51 +67,75 @@ def _(x: torch.Tensor, p: float) -> torch.Tensor:
 
 def _in_place(name: str) -> Draw:
     method = getattr(torch.Tensor, name)
-    return _draw(lambda out, like, *args: method(out, *args))
+    return lambda out, like, *args: method(out, *args)
 
 
 DRAWS.update({overload: _in_place(name) for overload, name in _IN_PLACE.items()})
 DRAWS.update({
-    aten.rand.default: _draw(lambda out, *args: out.uniform_()),
-    aten.rand_like.default: _draw(lambda out, *args: out.uniform_()),
-    aten.randn.default: _draw(lambda out, *args: out.normal_()),
-    aten.randn_like.default: _draw(lambda out, *args: out.normal_()),
-    aten.normal.float_float: _draw(lambda out, mean, std, *args: out.normal_(mean, std)),
-    aten.randint.default: _draw(lambda out, high, *args: out.random_(0, high)),
-    aten.randint.low: _draw(lambda out, low, high, *args: out.random_(low, high)),
-    aten.randint_like.default: _draw(lambda out, like, high, *args: out.random_(0, high)),
-    aten.randint_like.low_dtype: _draw(lambda out, like, low, high, *args: out.random_(low, high)),
-    torch.ops.lightning_ort.dropout_factor.default: _draw(lambda out, like, p: dropout_factor(out, p)),
-    aten.randperm.default: _draw(lambda out, *args: torch.randperm(out.shape[0], out=out)),
+    aten.rand.default: lambda out, *args: out.uniform_(),
+    aten.rand_like.default: lambda out, *args: out.uniform_(),
+    aten.randn.default: lambda out, *args: out.normal_(),
+    aten.randn_like.default: lambda out, *args: out.normal_(),
+    aten.normal.float_float: lambda out, mean, std, *args: out.normal_(mean, std),
+    aten.randint.default: lambda out, high, *args: out.random_(0, high),
+    aten.randint.low: lambda out, low, high, *args: out.random_(low, high),
+    aten.randint_like.default: lambda out, like, high, *args: out.random_(0, high),
+    aten.randint_like.low_dtype: lambda out, like, low, high, *args: out.random_(low, high),
+    torch.ops.lightning_ort.dropout_factor.default: lambda out, like, p: dropout_factor(out, p),
+    aten.randperm.default: lambda out, *args: torch.randperm(out.shape[0], out=out),
 })  # fmt: skip
 
 
 def drawer(
-    draws: Sequence[fx.Node], sizes: Sizes, device: torch.device
+    draws: Sequence[fx.Node], sizes: Sizes, device: torch.device, *, in_place: bool = False
 ) -> Callable[[Sequence[Any]], list[torch.Tensor]]:
-    """Function from the inputs of a run to the random tensors of the placeholders ``draws``, drawn in that order."""
-    steps = []
-    for node in draws:
-        target, layout, args, kwargs = node.meta["draw"]
-        flat, spec = pytree.tree_flatten((args, kwargs))
-        values = [_argument(a) for a in flat]
-        numbers = [v for v in values if not isinstance(v, _Constant)]
-        geometry = sizes.evaluator([*layout.shape, *layout.stride(), *numbers])
-        place = place_of(layout, device)
-        steps.append((DRAWS[target], node.meta["divisor"], layout.dim(), layout.dtype, place, geometry, values, spec))
+    """Function from the inputs of a run to the random tensors of the placeholders ``draws``, drawn in that order.
+
+    Args:
+        draws: placeholders.
+        sizes: evaluates symbolic sizes.
+        device: what computes.
+        in_place: no tensor is needed any more when the next ones are drawn: those of fixed sizes have the same memory.
+    """
+    steps = [_step(node, sizes, device, in_place=in_place) for node in draws]
 
     def draw(inputs: Sequence[Any]) -> list[torch.Tensor]:
-        drawn = []
-        for function, divisor, rank, dtype, place, geometry, values, spec in steps:
-            found = geometry(inputs)
-            rest = iter(found[2 * rank :])
-            flat = [v.value if isinstance(v, _Constant) else next(rest) for v in values]
-            args, kwargs = pytree.tree_unflatten(flat, spec)
-            tensor = function(found[:rank], found[rank : 2 * rank], dtype, place, *args, **kwargs)
-            drawn.append(tensor if divisor is None else tensor.div_(divisor))
-        return drawn
+        return [step(inputs) for step in steps]
 
     return draw
+
+
+def _step(
+    node: fx.Node, sizes: Sizes, device: torch.device, *, in_place: bool
+) -> Callable[[Sequence[Any]], torch.Tensor]:
+    target, layout, args, kwargs = node.meta["draw"]
+    function, divisor, rank, dtype = DRAWS[target], node.meta["divisor"], layout.dim(), layout.dtype
+    place = place_of(layout, device)
+    flat, spec = pytree.tree_flatten((args, kwargs))
+    values = [_argument(a) for a in flat]
+    numbers = [*layout.shape, *layout.stride(), *[v for v in values if not isinstance(v, _Constant)]]
+
+    def empty(shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=place)
+
+    def finished(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if divisor is None else tensor.div_(divisor)
+
+    if all(isinstance(n, int) for n in numbers[: 2 * rank]) and len(numbers) == 2 * rank:
+        shape, stride = numbers[:rank], numbers[rank:]
+        given, _ = pytree.tree_unflatten([v.value for v in values], spec)
+        memory = empty(shape, stride) if in_place else None
+        return lambda inputs: finished(function(empty(shape, stride) if memory is None else memory, *given))
+    geometry = sizes.evaluator(numbers)
+
+    def step(inputs: Sequence[Any]) -> torch.Tensor:
+        found = geometry(inputs)
+        rest = iter(found[2 * rank :])
+        resolved = [v.value if isinstance(v, _Constant) else next(rest) for v in values]
+        given, _ = pytree.tree_unflatten(resolved, spec)
+        return finished(function(empty(found[:rank], found[rank : 2 * rank]), *given))
+
+    return step
 
 
 @dataclasses.dataclass(frozen=True)

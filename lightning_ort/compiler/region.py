@@ -403,9 +403,12 @@ class Region:
             results = executable.run(args if scale is None else [*args, scale])
         if executable.updates:
             with torch.no_grad():
-                before_write([args[i] for i, _ in executable.updates])
-                for i, position in executable.updates:
-                    (args[i].data if i in self._quiet else args[i]).copy_(results[position])
+                written = [args[i] for i, _ in executable.updates]
+                before_write(written)
+                targets = [
+                    x.data if i in self._quiet else x for x, (i, _) in zip(written, executable.updates, strict=True)
+                ]
+                torch._foreach_copy_(targets, [results[position] for _, position in executable.updates])
         return results
 
     # -- recomputation ---------------------------------------------------------------------------------------------

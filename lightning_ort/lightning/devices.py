@@ -354,7 +354,8 @@ class OnDevices(Devices):
     @property
     @override
     def precision_plugin(self) -> Precision:
-        return super().precision_plugin
+        known = self._precision_plugin  # asked for several times in each step
+        return super().precision_plugin if known is None else known
 
     @precision_plugin.setter
     @override

@@ -99,8 +99,8 @@ class ParallelOptions:
 
     def arguments(self, *, on_cpu: bool) -> dict[str, Any]:
         """Keyword arguments for ``DDPStrategy``, whose processes compute ``on_cpu`` or on GPUs."""
-        # The gradients of a step that is one graph are there all at once. What torch sends ahead in a small bucket by
-        # default would not be earlier, and gloo takes about twice as long for two sums at a time as for one of them all.
+        # The gradients of a step that is one graph are there all at once: what torch sends ahead in a small bucket by
+        # default is not earlier, and gloo takes about twice as long for two sums at a time as for one of them all.
         of_module = {"bucket_cap_mb": _BUCKET, **(self.of_module or {})} if on_cpu else self.of_module or {}
         return {
             "process_group_backend": self.process_group_backend,

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
 from types import FunctionType
 from typing import Any, cast
 
@@ -17,11 +18,13 @@ from typing_extensions import override
 
 from lightning_ort.compiler.autograd import hand_out, node_of_loss
 from lightning_ort.compiler.backend import ORTBackend
+from lightning_ort.compiler.executors.executable import timed_in_torch
 from lightning_ort.lightning.compiled import CompiledMethods
 from lightning_ort.lightning.logged import LogRecorder, logged_so_far, results_stay
 from lightning_ort.lightning.precision import ORTPrecision
+from lightning_ort.lightning.turns import Turns
 from lightning_ort.lightning_packages import everywhere, overrides, package_of, pl
-from lightning_ort.report import Report
+from lightning_ort.report import Report, StepReport, timeline
 
 __all__ = ["CompiledSteps"]
 
@@ -38,6 +41,8 @@ _BACKWARD = [
     *[kind.backward for kind in everywhere("core.module:LightningModule")],
 ]
 _METRIC_METHODS = ("forward", "compute", "reset", "clone")
+_LOOK = 8
+"""calls of a step as it is after which its sizes are looked at again"""
 
 
 class CompiledSteps(CompiledMethods):
@@ -68,6 +73,60 @@ class CompiledSteps(CompiledMethods):
         self._plain_backward, self._loss_node = False, None
         self._optimizers: list[Optimizer] = []
         self._optimizer_patches: dict[int, tuple[Any, Namespace]] = {}
+        self._turns: dict[str, Turns | None] = {}
+        self._undecided: Turns | None = None  # those of the latest call
+
+    @override
+    def __call__(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call the module's method ``name``: in graphs, unless it is faster as it is."""
+        turns = self._turns[name] if name in self._turns else self._begin_turns(name)
+        if turns is None or self._running is not None:
+            return super().__call__(name, *args, **kwargs)
+        if turns.decided and turns.step.as_it_is and turns.step.calls % _LOOK:
+            return self._as_it_is(turns.step, args, kwargs)
+        trained = sum(p.requires_grad for o in self._optimizers for group in o.param_groups for p in group["params"])
+        as_it_is = turns.next((args, kwargs), self._observer.compilations, trained)
+        self._undecided, began = None if turns.decided else turns, perf_counter()
+        result = self._as_it_is(turns.step, args, kwargs) if as_it_is else super().__call__(name, *args, **kwargs)
+        if not turns.decided:
+            turns.note(began)
+        return result
+
+    def _begin_turns(self, name: str) -> Turns | None:
+        trainer, module = cast(Any, self._trainer), cast(Any, self.module)
+        turns = None
+        # what others wait for, between graphs and in them, could have another order in the step as it is
+        alone = trainer.world_size == 1 and not self._uncompiled
+        if alone and self._backend.measures(trainer.strategy.root_device):
+
+            def parts() -> list[Any]:
+                shapes = [(tuple(p.shape), p.dtype, p.requires_grad) for p in module.parameters()]
+                return [type(module).__module__, type(module).__qualname__, shapes, trainer.precision]
+
+            phases = 2 if name == "training_step" and module.automatic_optimization else 1
+            turns = Turns(self.report.step(name), parts, self._backend.config, phases)
+        self._turns[name] = turns
+        return turns
+
+    def _as_it_is(self, step: StepReport, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        step.calls += 1
+        method = getattr(self.module, step.name)
+        if step.as_it_is and step.calls >= step.timing.due:
+            self._begin_timing(step)
+            result = timed_in_torch(method)(*args, **kwargs)
+            assert timeline.present is not None
+            timeline.present.leave(step.name)
+            return result
+        if timeline.present is not None:
+            timeline.close()
+        return method(*args, **kwargs)
+
+    def note_backward(self, began: float) -> None:
+        """The backward of the step that was called last, which ``began`` at that second, has ended."""
+        turns, self._undecided = self._undecided, None
+        # by hand, it is a part of the call
+        if turns is not None and cast(Any, self.module).automatic_optimization:
+            turns.note(began)
 
     @override
     def install(self) -> None:
@@ -97,6 +156,7 @@ class CompiledSteps(CompiledMethods):
     def set_trainer(self, trainer: pl.Trainer) -> None:
         """The Trainer that the module is trained by, whose metrics a step may read."""
         self._trainer, self._device = trainer, trainer.strategy.root_device.type
+        self._turns = {}
         self._trainer_patches = [
             (trainer.__dict__, {"_logger_connector": logged_so_far(trainer._logger_connector, self._recorder)})
         ]
@@ -136,7 +196,9 @@ class CompiledSteps(CompiledMethods):
         can, but for hooks, which the tensors show that have them.
         """
         self._loss_node, step = None, self.report.step("training_step")
-        if self._plain_backward and not (step.graph_breaks or step.in_torch or "backward" in vars(self.module)):
+        if step.as_it_is or not self._plain_backward:
+            return
+        if not (step.graph_breaks or step.in_torch or "backward" in vars(self.module)):
             self._loss_node = node_of_loss(output.get("loss") if isinstance(output, Mapping) else output)
 
     def hand_out(self, loss: torch.Tensor) -> bool:

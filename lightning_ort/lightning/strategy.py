@@ -59,7 +59,8 @@ class ORTStrategy(EngineOptions, OnDevices):
         session_options: an ``onnxruntime.SessionOptions``, or a mapping from its attributes (such as
             ``intra_op_num_threads``) and configuration keys (such as ``session.intra_op.allow_spinning``) to values.
         placement: ``"fastest"`` measures on the CPU, with the first batch of each graph, whether ONNX Runtime or torch
-            runs it faster, and remembers that for later runs (``LIGHTNING_ORT_CACHE_DIR``). Nothing is measured under
+            runs it faster, then on calls of a short step whether graphs pay for what is around them, and remembers both
+            for later runs (``LIGHTNING_ORT_CACHE_DIR``). Nothing is measured under
             ``Trainer(deterministic=True)``, on a GPU, or if the environment variable ``LIGHTNING_ORT_MEASURE`` is 0:
             then rules of the graph alone move large convolutions to torch. ``"onnxruntime"`` leaves to torch only what
             ONNX Runtime cannot run; ``"torch"`` runs the graphs of all steps in torch, with its own kernels, 16-bit
@@ -298,7 +299,6 @@ class ORTStrategy(EngineOptions, OnDevices):
         return self._call("predict_step", self.precision_plugin.predict_step_context(), *args, **kwargs)
 
     @override
-    @torch.compiler.disable
     def optimizer_step(
         self,
         optimizer: Optimizer,
@@ -306,14 +306,25 @@ class ORTStrategy(EngineOptions, OnDevices):
         model: pl.LightningModule | torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        # Inside of a manual-optimization step Dynamo would take the update into the graph, where it comes out
-        # differently in the last digits; what the closure computes belongs into a graph all the same.
         assert self._steps is not None and self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
-            self._before_update(optimizer)
+            return self._optimizer_step_by_hand(optimizer, closure, model, **kwargs)
+        return self._optimizer_step(optimizer, closure, model, **kwargs)
+
+    # Inside of a step Dynamo would take the update into the graph, where it comes out differently in the last digits;
+    # what the closure computes belongs into a graph all the same.
+    @torch.compiler.disable
+    def _optimizer_step_by_hand(
+        self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        assert self._steps is not None
+        self._before_update(optimizer)
+        return self._optimizer_step(optimizer, self._steps.compile_closure(closure), *args, **kwargs)
+
+    def _optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         self._hooked_optimizers.come_last(optimizer)
         began = time.perf_counter()
-        result = super().optimizer_step(optimizer, self._steps.compile_closure(closure), model, **kwargs)
+        result = super().optimizer_step(optimizer, *args, **kwargs)
         timeline.update_ends(began)
         return result
 
@@ -323,12 +334,14 @@ class ORTStrategy(EngineOptions, OnDevices):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         module, steps = self.lightning_module, self._steps
         assert module is not None and steps is not None
+        began = time.perf_counter()
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         if not steps.hand_out(closure_loss):
             self.precision_plugin.backward(closure_loss, module, optimizer)
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
+        steps.note_backward(began)
         return closure_loss
 
     @override

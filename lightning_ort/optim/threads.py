@@ -61,6 +61,11 @@ class UpdateThreads:
             return None
         return {one: 1e3 * statistics.median(times) for one, times in self._times.items()}
 
+    @property
+    def stay(self) -> bool:
+        """Whether all threads turned out to be faster, so that nothing is to be done from now on."""
+        return self._one is False
+
     def __enter__(self) -> None:
         self.begin()
 

@@ -96,6 +96,9 @@ class StepReport:
         preferred: operators that torch executed by choice, and in how many places of the graphs.
         on_cpu: ONNX operators of a step on a GPU that the CPU executes, and in how many places of the graphs.
         widened: 16-bit operators that compute in float32, for want of kernels: right, and not faster than float32.
+        turns: milliseconds of a call, with its backward, ``"graphs"`` in these and ``"eager"`` as it is, where calls
+            were made in turns to see which is faster.
+        as_it_is: whether it is called as it is from then on.
         compile_seconds: wall-clock seconds spent compiling and measuring.
         timing: the calls that were timed.
     """
@@ -112,6 +115,8 @@ class StepReport:
     preferred: Counter[str] = dataclasses.field(default_factory=Counter)
     on_cpu: Counter[str] = dataclasses.field(default_factory=Counter)
     widened: int = 0
+    turns: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    as_it_is: bool = False
     compile_seconds: float = 0.0
     timing: Timing = dataclasses.field(default_factory=Timing, repr=False)
 
@@ -121,7 +126,7 @@ class StepReport:
 
         Between graphs there may be plain Python, and operators that torch was preferred for do not count.
         """
-        return self.graphs > self.graphs_in_torch and not self.in_torch
+        return self.graphs > self.graphs_in_torch and not (self.in_torch or self.as_it_is)
 
     def figures(self) -> Figures | None:
         """What a call costs, where its time goes and when compiling is paid back; ``None`` before any call was timed.
@@ -143,7 +148,8 @@ class StepReport:
         was timed side by side with eager's. In torch a call would take longer by that difference; or by what its graphs
         take in the timed calls, times that ratio, where this is less: sizes may be others now, and among the rest of a
         step a graph takes longer than alone. Python around graphs is taken to be the same. That is an estimate:
-        ``lightning-ort bench`` measures whole trainings. Nothing is known where a graph was not measured: on a GPU,
+        ``lightning-ort bench`` measures whole trainings. Where calls of the step were made in turns, their difference
+        takes the place of that of the graphs. Nothing is known where a graph was not measured: on a GPU,
         under ``Trainer(deterministic=True)``, ``placement="onnxruntime"`` and the like.
 
         **Paid back** is compiling from the call on at which ``compile_seconds``, which include measuring, have been

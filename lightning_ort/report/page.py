@@ -100,7 +100,7 @@ def _step(step: StepReport) -> dict[str, Any]:
         "breaks": [b for b in step.graph_breaks if not b.expected],
         "expected": words.expected_breaks(step),
         "in_torch": step.in_torch,
-        "choices": words.by_choice(step),
+        "choices": [*words.turns(step), *words.by_choice(step)],
     }
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from lightning_ort.report.account import GraphBreak, OptimizerReport, StepReport
 from lightning_ort.report.ranks import RankStep, over_ranks
-from lightning_ort.report.words import PAGE, by_choice, choices, counted, expected_breaks, step_time
+from lightning_ort.report.words import PAGE, by_choice, choices, counted, expected_breaks, step_time, turns
 
 __all__ = ["Report"]
 
@@ -43,7 +43,10 @@ class Report(Mapping[str, StepReport]):
 
     def step(self, name: str) -> StepReport:
         """The account of ``name``, opened if need be."""
-        return self._steps.setdefault(name, StepReport(name))
+        step = self._steps.get(name)
+        if step is None:
+            step = self._steps[name] = StepReport(name)
+        return step
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write a page to look at in a browser: who had each moment of a step, its graphs, and why they run there.
@@ -114,6 +117,7 @@ def _details(step: StepReport) -> Iterator[str]:
     yield from (_break(b) for b in step.graph_breaks if not b.expected)
     yield from (f"in torch: {t.what}: {t.reason}{_at(t.source)}" for t in step.in_torch)
     yield from choices(step)
+    yield from turns(step)
     yield from by_choice(step)
     groups = expected_breaks(step)
     for sentence, breaks in groups:

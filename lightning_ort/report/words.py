@@ -11,7 +11,7 @@ from lightning_ort.report.timeline import Where
 
 __all__ = [
     "EXECUTORS", "PAGE", "WHERE", "by_choice", "choices", "counted", "expected_breaks", "measured", "pays_from",
-    "seconds", "shares", "step_time", "unknown",
+    "seconds", "shares", "step_time", "turns", "unknown",
 ]  # fmt: skip
 
 PAGE = "docs/report.md"
@@ -88,6 +88,15 @@ def choices(step: StepReport) -> list[str]:
     # sizes that are alike share a measurement
     lines += dict.fromkeys(f"measured: {measured(times)}" for times in step.measured)
     return lines
+
+
+def turns(step: StepReport) -> list[str]:
+    """Whether its calls are made in graphs, and what was measured."""
+    if not step.turns:
+        return []
+    in_graphs, as_it_is = (seconds(1e-3 * step.turns[who]) for who in ("graphs", "eager"))
+    what = "the step is called as it is, which is faster" if step.as_it_is else "the step is called in graphs"
+    return [f"in turns: {what}: {in_graphs} in graphs, {as_it_is} as it is"]
 
 
 def measured(times: Mapping[str, float]) -> str:

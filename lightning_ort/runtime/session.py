@@ -101,22 +101,19 @@ class OrtSession:
             binding = _Binding(self.inner.io_binding(), len(self._inputs), len(self._outputs))
             self._bindings[last] = binding
         # Re-binding costs more than the rest of a small step, so only what has moved is bound again.
-        place_of, bound = self._place, binding.inputs
-        copies = []  # alive until the run has ended
-        for i, tensor in enumerate(inputs):
-            if not tensor.is_contiguous():
-                tensor = tensor.contiguous()
-                copies.append(tensor)
-            place = place_of(tensor)
-            if place != bound[i]:
-                binding.on_host |= self._bind(binding.io.bind_input, self._inputs[i], tensor)
-                bound[i] = place
-        bound = binding.outputs
-        for i, tensor in enumerate(outputs):
-            place = place_of(tensor)
-            if place != bound[i]:
-                binding.on_host |= self._bind(binding.io.bind_output, self._outputs[i], tensor)
-                bound[i] = place
+        if not all(map(_is_contiguous, inputs)):
+            inputs = [x.contiguous() for x in inputs]  # alive until the run has ended
+        io = binding.io
+        for tensors, bound, bind, names in (
+            (inputs, binding.inputs, io.bind_input, self._inputs),
+            (outputs, binding.outputs, io.bind_output, self._outputs),
+        ):
+            places = list(map(self._place, tensors))
+            if places != bound:
+                for i, place in enumerate(places):
+                    if place != bound[i]:
+                        binding.on_host |= self._bind(bind, names[i], tensors[i])
+                        bound[i] = place
         self._latest = binding
         self._execute(binding.io, waiting=binding.on_host)
 
@@ -206,6 +203,9 @@ def _run_options(session: onnxruntime.InferenceSession, **entries: str) -> onnxr
     for name, value in entries.items():
         options.add_run_config_entry(name, value)
     return options
+
+
+_is_contiguous = torch.Tensor.is_contiguous
 
 
 def _address_and_shape(tensor: torch.Tensor) -> tuple[int, torch.Size]:

@@ -161,9 +161,7 @@ def test_dropout_is_drawn_by_the_kernel_that_torch_uses_on_a_gpu():
     "like", [torch.ones(64), torch.ones(6, 4, dtype=torch.float64).t()], ids=["vector", "transposed"]
 )
 def test_factors_of_dropout_are_zero_or_the_inverse_of_what_is_kept(like):
-    drawn = DRAWS[torch.ops.lightning_ort.dropout_factor.default](
-        like.shape, like.stride(), like.dtype, like.device, None, 0.25
-    )
+    drawn = DRAWS[torch.ops.lightning_ort.dropout_factor.default](torch.empty_like(like), None, 0.25)
 
     assert drawn.stride() == like.stride()
     assert drawn.dtype == like.dtype

@@ -96,6 +96,33 @@ def test_threads_change_no_bit(kind, settings):
 
 
 @pytest.mark.usefixtures("two_threads")
+def test_nothing_is_left_to_do():
+    """From then on a step costs no more than the count of it, until there is another group."""
+    layers = nn.ModuleList(nn.Linear(67, 129) for _ in range(2))
+    optimizer, report = optim.AdamW(layers[0].parameters(), fused=True), OptimizerReport("AdamW")
+    hook = StepHook(
+        optimizer, "auto", RuntimeConfig(), verify=True, refuse=False, report=report, announce=lambda text: None
+    )
+    hook._threads._clock = Clock(2.0, 1.0)
+    idle = []
+    for step in range(60):
+        if step == 50:
+            optimizer.add_param_group({"params": list(layers[1].parameters())})
+        before = [p.detach().clone() for p in layers.parameters()]
+        for p in layers.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        moved = [not torch.equal(a, b) for a, b in zip(before, layers.parameters(), strict=True)]
+        assert moved == [True, True, step >= 50, step >= 50]
+        idle.append(hook.idle)
+        if step in (45, 50):
+            optimizer.register_step_pre_hook(lambda *args: None)
+    assert not idle[0] and idle[49] and idle[59]
+    assert report.in_torch == 60
+    assert hook._chosen_for == 2
+
+
+@pytest.mark.usefixtures("two_threads")
 def test_trainers_of_plain_modules_take_fewer():
     """ORTTrainer's Adam, which calls torch's kernel itself; the weights are those of all threads, to the bit."""
     weights = []

@@ -176,6 +176,13 @@ def test_an_estimate_is_not_larger_than_what_was_measured():
     assert step.figures().seconds_in_torch == pytest.approx(11.5) and step.figures().pays_from == 60
 
 
+@pytest.mark.parametrize(("as_it_is", "in_torch", "pays_from"), [(False, 12.0, 30), (True, 11.0, math.inf)])
+def test_what_calls_in_turns_have_shown_counts(as_it_is, in_torch, pays_from):
+    step = calls_of(GraphReport("onnxruntime", speed=1.5, gain=9.0), [10.0, 11.0, 12.0])
+    step.turns, step.as_it_is = {"graphs": 10_000.0, "eager": 11_000.0}, as_it_is
+    assert step.figures().seconds_in_torch == pytest.approx(in_torch) and step.figures().pays_from == pays_from
+
+
 def test_a_call_that_something_else_disturbed_does_not_count():
     step = calls_of(GraphReport("onnxruntime", speed=1.0, gain=0.0), [10.0] * 5 + [31.0])
     assert step.figures().seconds == 10.0 and step.figures().timed == 5

@@ -83,7 +83,8 @@ class Eager(Account):
 class Executable(Account, ABC):
     """A compiled :class:`Traced` graph, with the layout of its results.
 
-    Each result of a run lies in memory of its own, which no later run writes.
+    Each result of a run lies in memory of its own, which no later run writes; only what is nothing but the new value of
+    a changed input, to be copied there, may lie where the next run's does.
 
     Args:
         traced: the graph.

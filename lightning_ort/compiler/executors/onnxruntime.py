@@ -54,10 +54,13 @@ class ORTExecutable(Executable):
         others, own, sizes, device = results.others, results.own, results.sizes, self._sessions.device
         # who watches the sessions tells results by their addresses
         self._kept = {} if self._sessions.is_watched else kept_buffers(others, device)
+        into_inputs = {p for _, p in self.updates} - {*self.outputs, *self.extra, self.finite}
+        self._given_out = [i for i in self._kept if i not in into_inputs]  # the others are copied from by the region
         self._allocate = allocator([n for i, n in enumerate(others) if i not in self._kept], sizes, device)
         self._allocate_gradients = pooled_allocator(own, device) or allocator(own, sizes, device)
         self.plan = build_plan(traced.module, results.inputs, results.all, self._sessions)
-        self._draw = drawer(traced.draws, sizes, device)
+        # a result is never an input itself, but a copy
+        self._draw = drawer(traced.draws, sizes, device, in_place=not self._sessions.is_watched)
         self.fallbacks, self.preferred, self.on_cpu = self.plan.fallbacks, self.plan.preferred, self.plan.on_cpu
         self.segments = self.plan.segments
 
@@ -76,8 +79,8 @@ class ORTExecutable(Executable):
             results.insert(i, buffer)
         results += self._allocate_gradients(inputs)
         self.plan.run([*inputs, *draws], results)
-        for i, buffer in self._kept.items():
-            results[i] = buffer.clone()
+        for i in self._given_out:
+            results[i] = self._kept[i].clone()
         if recording is not None:
             recording.add("python", "graph", began, self.report)
         return results

@@ -82,6 +82,7 @@ class StepHook:
         if previous is not None:  # of another strategy: two would make two updates
             previous.remove()
         self._threads, self._fewer = UpdateThreads(), (-1, False)
+        self._idle_for = -1
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -94,6 +95,11 @@ class StepHook:
         self._give_groups_back()
         for handle in self._handles:
             handle.remove()
+
+    @property
+    def idle(self) -> bool:
+        """Whether torch makes the updates of these groups as they are written, and nothing is left to find out."""
+        return self._idle_for == len(self.optimizer.param_groups)
 
     def come_last(self) -> None:
         """See to it that no other pre-hook comes after this one: it would find the update made."""
@@ -108,6 +114,9 @@ class StepHook:
     # the update and what it calls are no part of a step's graph
     @torch.compiler.disable
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.idle:
+            self.report.in_torch += 1
+            return None
         self._give_groups_back()  # of a step that has ended before its loop
         if self._mode == "auto" and self._stepper is not None:
             self._choose()
@@ -150,8 +159,12 @@ class StepHook:
             groups.give_back()
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.idle:
+            return
         self._give_groups_back()
         self.come_last()
+        if self._executor == AS_WRITTEN and (self._threads.stay or not self._may_take_fewer()):
+            self._idle_for = len(optimizer.param_groups)
         if self._threads.end() and (times := self._threads.milliseconds) is not None:
             one, many = (f"{times[key]:.2g} ms" for key in (True, False))
             reason = f"its kernel was faster on one thread, and stays there ({one}; on all {many})"
@@ -249,9 +262,10 @@ class HookedOptimizers:
         if wanted is not None:
             self._hook(wanted)
 
-    @staticmethod
-    def come_last(optimizer: Any) -> None:
-        """Have the hook of ``optimizer``, if it has one, come after all others, before a step begins."""
+    def come_last(self, optimizer: Any) -> None:
+        """Have the hook of ``optimizer``, if it has one that does anything, come after all others in the next step."""
+        if self._hooks and all(hook.idle for hook in self._hooks):
+            return
         found = local_part(unwrapped(optimizer))
         hook = _PRESENT.get(found, lambda: None)() if isinstance(found, Optimizer) else None
         if hook is not None:

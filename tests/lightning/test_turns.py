@@ -1,0 +1,271 @@
+"""Calls of a step in turns, in graphs and as it is: the results are the same, and the faster way stays."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback, LightningModule
+from modules import CLASSES, FEATURES, table
+from parity import assert_same_outcome, assert_same_state, fit, needs_ort, state_of, step_report
+from torch import nn
+
+from lightning_ort import ORTPrecision, ORTStrategy
+from lightning_ort.compiler import contest
+from lightning_ort.lightning import turns
+from lightning_ort.lightning.turns import Turns
+from lightning_ort.report import StepReport
+from lightning_ort.runtime.config import RuntimeConfig
+
+pytestmark = [needs_ort, pytest.mark.stock_only]
+
+
+class Classifier(LightningModule):
+    """Dropout, batch norm, and values that are logged: what a call of another kind could disturb."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(FEATURES, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, CLASSES)
+        )
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Manual(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+@pytest.fixture
+def takes(measuring, monkeypatch):
+    """Have a call in graphs, and one as it is, take so many milliseconds, whatever the clock says."""
+
+    def decide(in_graphs, as_it_is):
+        usual = turns._usual
+
+        def pretended(row):
+            assert len(row) == 16 and usual(row) > 0
+            pretended.times.reverse()
+            return pretended.times[0] / 1e3
+
+        pretended.times = [as_it_is, in_graphs]  # asked for by turns, in graphs first
+        monkeypatch.setattr(turns, "_usual", pretended)
+        monkeypatch.setattr(contest, "race", lambda runs: {name: float(name != "onnxruntime") for name in runs})
+
+    return decide
+
+
+def trained(make=Classifier, *, strategy=None, **flags):
+    strategy = strategy or ORTStrategy(print_report=False)
+    return fit(make, table, table, strategy=strategy, **{"max_epochs": 12, "max_steps": -1} | flags)
+
+
+@pytest.mark.parametrize("make", [Classifier, Manual])
+@pytest.mark.parametrize(("times", "as_it_is"), [((2.0, 1.0), True), ((1.0, 2.0), False), ((1.0, 0.98), False)])
+def test_the_faster_way_stays(make, times, as_it_is, takes):
+    takes(*times)
+    run = trained(make)
+    assert_same_outcome(trained(make, strategy="auto"), run)
+    for name in ("training_step", "validation_step"):
+        step = step_report(run.trainer, name)
+        assert (dict(step.turns), step.as_it_is) == ({"graphs": times[0], "eager": times[1]}, as_it_is)
+        assert step.calls == (72 if name == "training_step" else 74)  # 2 of them before the training
+        assert step.all_in_ort is not as_it_is
+        text = re.sub(r"\s+", " ", str(run.trainer.strategy.report()))
+        assert ("the step is called as it is, which is faster: 2 ms in graphs, 1 ms as it is" in text) is as_it_is
+        assert ("the step is called in graphs: 1 ms in graphs" in text) is not as_it_is
+        # calls that are timed are of the one kind that stays
+        runs = [len(call.graphs) for call in step.timing.calls]
+        assert runs and all((found > 0) is not as_it_is for found in runs)
+
+
+def test_accumulated_and_clipped(takes):
+    takes(2.0, 1.0)
+    flags = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}
+    run = trained(**flags)
+    assert_same_outcome(trained(strategy="auto", **flags), run)
+    assert step_report(run.trainer, "training_step").as_it_is
+
+
+def test_what_is_known_is_not_measured_again(takes, monkeypatch):
+    takes(2.0, 1.0)
+    trained()
+    monkeypatch.setattr(turns, "_usual", None)
+    step = step_report(trained(max_epochs=4).trainer, "training_step")
+    assert (dict(step.turns), step.as_it_is, step.calls) == ({"graphs": 2.0, "eager": 1.0}, True, 24)
+
+
+def test_a_step_that_is_other_by_then(takes):
+    """A callback that freezes a layer: what was measured before says nothing of the rest."""
+    takes(2.0, 1.0)
+    seen = []
+
+    class Freezing(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            if trainer.global_step == 60:
+                module.net[0].requires_grad_(False)
+
+    class Looking(Callback):
+        def on_train_batch_end(self, trainer, module, *args):
+            seen.append(step_report(trainer, "training_step").as_it_is)
+
+    flags = {"max_epochs": 20, "max_steps": -1}
+    run = fit(
+        Classifier, table, strategy=ORTStrategy(print_report=False), callbacks=lambda: [Freezing(), Looking()], **flags
+    )
+    eager = fit(Classifier, table, strategy="auto", callbacks=lambda: [Freezing()], **flags)
+    assert_same_state(state_of(eager.module), state_of(run.module))
+    assert seen[59] and not seen[72] and seen[-1]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"strategy": {"placement": "onnxruntime"}},
+        {"strategy": {"on_unsupported": "error"}},
+        {"plugins": ORTPrecision("16-mixed")},
+        {"deterministic": True},
+    ],
+    ids=["placement", "no torch", "scaled losses", "deterministic"],
+)
+def test_where_nothing_is_measured(flags, takes):
+    takes(2.0, 1.0)
+    strategy = ORTStrategy(print_report=False, **flags.pop("strategy", {}))
+    try:
+        step = step_report(trained(strategy=strategy, **flags).trainer, "training_step")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not step.turns and not step.as_it_is
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+def test_a_module_that_torch_has_compiled(takes):
+    """What a Trainer has put in the place of its methods is torch's compiler."""
+    takes(2.0, 1.0)
+    run = fit(
+        lambda: torch.compile(Classifier()),
+        table,
+        strategy=ORTStrategy(print_report=False),
+        max_epochs=12,
+        max_steps=-1,
+    )
+    assert not step_report(run.trainer, "training_step").turns
+
+
+# -- who has the next call ---------------------------------------------------------------------------------------------
+
+
+class Calls:
+    """A step function in which a clock of its own passes."""
+
+    def __init__(self, monkeypatch, in_graphs=1.0, as_it_is=2.0):
+        self.step, self.now, self.compilations = StepReport("training_step"), 0.0, 1
+        self.seconds = {False: in_graphs / 1e3, True: as_it_is / 1e3}
+        self.turns = Turns(self.step, lambda: ["a step"], RuntimeConfig(), phases=2)
+        monkeypatch.setattr(turns, "perf_counter", lambda: self.now)
+
+    def call(self, size=64, state=0, phases=2):
+        as_it_is = self.turns.next(((torch.empty(size), 0), {}), self.compilations, state)
+        for _ in range(phases):
+            began = self.now
+            self.now += self.seconds[as_it_is] / 2
+            self.turns.note(began)
+        return as_it_is
+
+    def until_decided(self, **arguments):
+        made = []
+        while not self.turns.decided:
+            made.append(self.call(**arguments))
+            assert len(made) < 1000
+        return made
+
+
+@pytest.fixture
+def calls(measuring, monkeypatch):
+    return Calls(monkeypatch)
+
+
+def test_calls_in_rows(calls):
+    made = calls.until_decided()
+    # the one after which it is decided is one more
+    assert made[16:-1] == [False] * 8 + [True] * 16 + [False] * 8
+    assert not any(made[:16]) and not made[-1]
+    assert dict(calls.step.turns) == {"graphs": 1.0, "eager": 2.0}
+
+
+def test_the_margin_is_for_graphs(measuring, monkeypatch):
+    assert not Calls(monkeypatch, 1.0, 0.98).until_decided()[-1]
+
+
+def test_a_compilation_begins_the_rows_anew(calls):
+    for _ in range(30):
+        calls.call()
+    calls.compilations += 1
+    assert calls.until_decided()[16:-1] == [False] * 8 + [True] * 16 + [False] * 8
+
+
+def test_calls_that_have_not_ended_do_not_count(calls):
+    """Of a step that has no loss, or that has raised."""
+    for _ in range(25):
+        calls.call()
+    calls.seconds[True] = 1e-9
+    for _ in range(50):
+        calls.call(phases=1)
+    calls.seconds[True] = 2e-3
+    calls.until_decided()
+    assert not calls.step.as_it_is
+
+
+def test_only_calls_of_one_size_count(calls):
+    calls.until_decided()
+    sizes = Calls.__new__(Calls)
+    sizes.__dict__.update(calls.__dict__, turns=Turns(calls.step, lambda: ["another"], RuntimeConfig(), phases=2))
+    made = []
+    while not sizes.turns.decided:
+        made.append((size := 64 + len(made) % 2, sizes.call(size=size)))
+    assert sum(as_it_is for _, as_it_is in made) == 16
+    assert len({size for size, as_it_is in made if as_it_is}) == 1
+
+
+def test_patience_ends(calls):
+    made = []
+    while not calls.turns.decided:
+        made.append(calls.call(size=64 + len(made)))
+    assert len(made) < 500 and not any(made)
+    assert not calls.step.turns and not calls.step.as_it_is
+
+
+def test_long_calls_stay_in_graphs(measuring, monkeypatch):
+    calls = Calls(monkeypatch, 30.0, 15.0)
+    made = calls.until_decided()
+    assert len(made) < 30 and not any(made)
+
+
+def test_larger_data_are_measured_anew(measuring, monkeypatch):
+    calls = Calls(monkeypatch, 2.0, 1.0)
+    calls.until_decided()
+    assert calls.call(size=128)
+    calls.seconds = {False: 1e-3, True: 2e-3}
+    assert not calls.call(size=129)
+    assert not calls.step.as_it_is and not calls.turns.decided
+    calls.until_decided(size=129)
+    assert not calls.step.as_it_is
