@@ -16,13 +16,13 @@ from rich.console import Console
 from benchmarks.everyday import PROJECTS
 from benchmarks.models import MODELS
 from benchmarks.page import path_of
-from benchmarks.parts import LAYERS, PARTS, STRATEGIES, columns_of, rows_of, run_part
+from benchmarks.parts import LAYERS, PARTS, STEPS, STRATEGIES, columns_of, rows_of, run_part
 from lightning_ort.bench.contestants import STRATEGIES as KNOWN
 from lightning_ort.bench.measure import Settings
 from lightning_ort.bench.process import build_inductor_headers
 from lightning_ort.bench.table import print_table
 
-_PRECISIONS = {"models": ["32-true", "bf16-mixed"], "growth": ["32-true"], "everyday": ["32-true"]}
+_PRECISIONS = {part: ["32-true", "bf16-mixed"] if part in STEPS else ["32-true"] for part in PARTS}
 
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(name, nargs="+", type=kind, choices=choices, default=list(choices), metavar="X", help=text)
 
     add("--only", PARTS, "; ".join(f"{name}: {text}" for name, text in PARTS.items()))
-    add("--models", MODELS, f"of part models: {', '.join(MODELS)}")
+    add("--models", MODELS, f"of parts models and logged: {', '.join(MODELS)}")
     parser.add_argument("--layers", nargs="+", type=int, default=list(LAYERS), metavar="N", help="of part growth")
     add("--projects", PROJECTS, f"of part everyday: {', '.join(PROJECTS)}")
     parser.add_argument(
@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=20.0, help="of a project's fit with auto (default: 20)")
     parser.add_argument("--threads", type=int, help="threads of torch and ONNX Runtime (default: torch's choice)")
     parser.add_argument(
-        "--precision", nargs="+", metavar="X", help="of the Trainer (default: 32-true, for models also bf16-mixed)"
+        "--precision", nargs="+", metavar="X", help="of the Trainer (default: 32-true, for the models also bf16-mixed)"
     )
     parser.add_argument("--quick", action="store_true", help="a few steps, to see that it works; figures mean nothing")
     parser.add_argument(

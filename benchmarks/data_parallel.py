@@ -81,6 +81,7 @@ def measure(model: str, strategy: str, scaling: str, steps: int) -> dict[str, fl
         enable_model_summary=False,
     )  # fmt: skip
     module = load(model).make_module()
+    module.logs = False
     trainer.fit(module, Batches(model) if scaling == "weak" else Parts(model, rank, world))
     return {
         "ms": 1e3 * statistics.median(timed.seconds[steps // 2 :]),

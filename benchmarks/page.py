@@ -10,7 +10,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from benchmarks import scaling
-from benchmarks.parts import PARTS, columns_of, rows_of
+from benchmarks.parts import PARTS, STEPS, columns_of, rows_of
 from lightning_ort.bench.advice import break_even
 from lightning_ort.bench.contestants import BASELINE
 from lightning_ort.bench.table import caption, markdown_table
@@ -26,7 +26,8 @@ SHORT_PAGE = _ROOT / "docs" / "should-i-use-it.md"
 PICTURES = _ROOT / "docs" / "benchmarks"
 _BEGIN, _END = "<!-- python -m benchmarks.page writes from here -->", "<!-- to here -->"
 _TITLES = {
-    "models": "Steps of eight models",
+    "models": "Steps of eight models, nothing logged",
+    "logged": "Steps of eight models, with self.log",
     "growth": "Growth: a narrow GPT, deeper and deeper",
     "everyday": "Everyday projects, from start to end",
 }
@@ -73,7 +74,7 @@ def rendered(reports: Sequence[dict[str, Any]]) -> str:
             f"![{title} as a picture]({picture.relative_to(PAGE.parent).as_posix()})",
             markdown_table(columns_of(report["part"]), rows_of(report)),
         ]
-        blocks += [_means(report)] if report["part"] == "models" else []
+        blocks += [_means(report)] if report["part"] in STEPS else []
     return "\n\n".join(blocks)
 
 
@@ -81,7 +82,7 @@ def summary(reports: Sequence[dict[str, Any]]) -> str:
     """Markdown of what each network gains in its float32 steps with ``ort``, the most first."""
     blocks = []
     for report in reports:
-        if report["part"] != "models" or report["settings"]["precision"] != "32-true":
+        if report["part"] not in STEPS or report["settings"]["precision"] != "32-true":
             continue
         results = [r for r in report["results"] if "error" not in r]
         baselines = {r["model"]: r for r in results if r["strategy"] == BASELINE}
@@ -95,12 +96,14 @@ def summary(reports: Sequence[dict[str, Any]]) -> str:
             speed = f"{r['speed']['median']:.2f} ({r['speed']['least']:.2f} to {r['speed']['most']:.2f})"
             paid = "never" if steps is None else f"{float(f'{steps:.2g}'):,.0f}"
             blocks.append(f"| {_NETWORKS[r['model']]} | {speed} | {r['compile_s']:.1f} s | {paid} |")
-        machine = report["machine"]
+        machine, logs = report["machine"], "with `self.log`" if report["part"] == "logged" else "nothing logged"
         blocks += [
             "",
-            f"{machine['cpu']}, {machine['cores']} cores, float32, {report['date']}; range over turns in brackets.",
+            f"{machine['cpu']}, {machine['cores']} cores, float32, {logs}, {report['date']}; range over turns in "
+            "brackets.",
+            "",
         ]
-    return "\n".join(blocks)
+    return "\n".join(blocks).rstrip()
 
 
 def _means(report: dict[str, Any]) -> str:

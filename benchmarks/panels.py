@@ -39,7 +39,8 @@ class Panel:
 def panels_of(report: Mapping[str, Any]) -> list[Panel]:
     """The panels of a report's picture."""
     results = [r for r in report["results"] if "error" not in r]
-    return list({"models": _models, "growth": _growth, "everyday": _everyday}[report["part"]](results))
+    panels = {"models": _models, "logged": _models, "growth": _growth, "everyday": _everyday}
+    return list(panels[report["part"]](results))
 
 
 def digest(panels: Sequence[Panel]) -> str:

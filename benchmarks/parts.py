@@ -15,15 +15,18 @@ from lightning_ort.bench.machine import described
 from lightning_ort.bench.measure import Settings, measure
 from lightning_ort.bench.table import step_columns, step_rows
 
-__all__ = ["LAYERS", "PARTS", "STRATEGIES", "columns_of", "rows_of", "run_part"]
+__all__ = ["LAYERS", "PARTS", "STEPS", "STRATEGIES", "columns_of", "rows_of", "run_part"]
 
 STRATEGIES = ("auto", "compile", "ort")
 LAYERS = (4, 12, 24, 48)
 PARTS = {
-    "models": "the steps of eight models",
+    "models": "the steps of eight models, in which nothing is logged",
+    "logged": "the same steps with self.log",
     "growth": f"a narrow GPT of {', '.join(map(str, LAYERS))} layers: step, compile time, memory",
     "everyday": "six projects from start to end, first run and second",
 }
+STEPS = ("models", "logged")
+"""the parts that are about the eight models"""
 
 
 def run_part(
@@ -45,7 +48,7 @@ def run_part(
         precision: of the Trainer.
         strategies: names.
         settings: how long steps are measured.
-        models: of ``models``.
+        models: of ``models`` and ``logged``.
         layers: of ``growth``.
         projects: of ``everyday``.
         seconds: of a project's fit under ``auto``.
@@ -60,22 +63,23 @@ def run_part(
         return report
     chosen = {**dataclasses.asdict(settings), "strategies": list(strategies), "precision": precision}
     report = {"part": part, **described(**chosen)}
-    if part == "models":
+    if part in STEPS:
         for model in models:
             say(f"{model}: {MODELS[model]}")
-            report["results"] += measure(model, _command(model, precision), strategies, settings)
+            command = _command(model, precision, logs=part == "logged")
+            report["results"] += measure(model, command, strategies, settings)
         return report
     for count in layers:
         say(f"GPT of {count} layers")
-        command = _command("narrow_gpt", precision, layers=count)
+        command = _command("narrow_gpt", precision, logs=False, layers=count)
         report["results"] += [
             {**result, "layers": count} for result in measure(f"{count} layers", command, strategies, settings)
         ]
     return report
 
 
-def _command(model: str, precision: str, **options: Any) -> list[str]:
-    job = {"model": model, "precision": precision, "options": options}
+def _command(model: str, precision: str, *, logs: bool, **options: Any) -> list[str]:
+    job = {"model": model, "precision": precision, "logs": logs, "options": options}
     return [sys.executable, "-m", "benchmarks.child", json.dumps(job)]
 
 
@@ -92,7 +96,7 @@ def rows_of(report: dict[str, Any]) -> list[tuple[str, ...]]:
     if report["part"] == "everyday":
         return list(project_rows(results))
     rows = list(step_rows(results))
-    if report["part"] == "models":
+    if report["part"] in STEPS:
         return rows
     above = [f"{r['above_start_mb']:.0f} MB" if "above_start_mb" in r else "" for r in results]
     return [(*row[:-3], memory) for row, memory in zip(rows, above, strict=True)]

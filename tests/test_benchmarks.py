@@ -22,7 +22,7 @@ from benchmarks.models import MODELS, load
 from benchmarks.ondevice import main as ondevice
 from benchmarks.overhead import measure_overhead
 from benchmarks.panels import digest, panels_of
-from benchmarks.parts import columns_of, rows_of, run_part
+from benchmarks.parts import STEPS, columns_of, rows_of, run_part
 from benchmarks.project import run
 from benchmarks.projects import of_a_minute
 from benchmarks.training_session import main as training_session
@@ -85,7 +85,7 @@ def test_page_and_pictures_show_the_saved_results():
     assert page.with_results(text, page.rendered(reports)) == text, "python -m benchmarks.page"
     short = page.SHORT_PAGE.read_text(encoding="utf-8")
     assert page.with_results(short, page.summary(reports)) == short, "python -m benchmarks.page"
-    float32 = [r for r in reports if r["part"] == "models" and r["settings"]["precision"] == "32-true"]
+    float32 = [r for r in reports if r["part"] in STEPS and r["settings"]["precision"] == "32-true"]
     networks = [r["model"] for report in float32 for r in report["results"] if r["strategy"] == "ort"]
     assert networks and len(re.findall(r"^\| .* \d\.\d\d \(\d", short, re.M)) == len(networks)
     assert {page.picture_of(r).name for r in reports} == {p.name for p in page.PICTURES.iterdir()}

@@ -17,6 +17,8 @@ IGNORED = -100
 class MaskedLM(LightningModule):
     """3.7 million parameters, dropout 0.1."""
 
+    logs = True
+
     def __init__(self, lr: float = 3e-4, dropout: float = 0.1) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -33,7 +35,8 @@ class MaskedLM(LightningModule):
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         logits = self(batch["tokens"])
         loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
-        self.log("train_loss", loss, prog_bar=True)
+        if self.logs:
+            self.log("train_loss", loss, prog_bar=True)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

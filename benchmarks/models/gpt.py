@@ -44,6 +44,8 @@ class Block(nn.Module):
 class GPT(LightningModule):
     """3.4 million parameters."""
 
+    logs = True
+
     def __init__(
         self, lr: float = 3e-4, dropout: float = 0.1, width: int = WIDTH, layers: int = LAYERS, heads: int = HEADS
     ) -> None:
@@ -75,7 +77,8 @@ class GPT(LightningModule):
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
         tokens, following = batch
         loss = F.cross_entropy(self(tokens).flatten(0, 1), following.flatten())
-        self.log("train_loss", loss, prog_bar=True)
+        if self.logs:
+            self.log("train_loss", loss, prog_bar=True)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -15,6 +15,8 @@ WIDTH, LAYERS, LENGTH, BATCH = 256, 2, 64, 16
 class LSTMLanguageModel(LightningModule):
     """1.6 million parameters, dropout 0.1."""
 
+    logs = True
+
     def __init__(self, lr: float = 1e-3, dropout: float = 0.1) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -30,7 +32,8 @@ class LSTMLanguageModel(LightningModule):
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
         tokens, following = batch
         loss = F.cross_entropy(self(tokens).flatten(0, 1), following.flatten())
-        self.log("train_loss", loss, prog_bar=True)
+        if self.logs:
+            self.log("train_loss", loss, prog_bar=True)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

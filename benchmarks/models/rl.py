@@ -12,6 +12,8 @@ OBSERVATIONS, ACTIONS, BATCH = 8, 4, 32
 class Policy(LightningModule):
     """Policy gradient with an entropy bonus."""
 
+    logs = True
+
     def __init__(self, lr: float = 3e-4, entropy_weight: float = 0.01) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -28,8 +30,9 @@ class Policy(LightningModule):
         chosen = log_probabilities.gather(1, actions.unsqueeze(1)).squeeze(1)
         entropy = -(log_probabilities.exp() * log_probabilities).sum(-1).mean()
         loss = -(chosen * advantages).mean() - self.hparams.entropy_weight * entropy
-        self.log("loss", loss, prog_bar=True)
-        self.log("entropy", entropy)
+        if self.logs:
+            self.log("loss", loss, prog_bar=True)
+            self.log("entropy", entropy)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

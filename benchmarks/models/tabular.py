@@ -13,6 +13,8 @@ CARDINALITIES, NUMERIC, BATCH = (12, 7, 50, 300, 4, 1000, 24, 31), 10, 128
 class TabularNet(LightningModule):
     """An embedding per categorical column, BatchNorm on the numeric ones, two hidden layers."""
 
+    logs = True
+
     def __init__(self, lr: float = 1e-3) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -38,7 +40,8 @@ class TabularNet(LightningModule):
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         logits = self(batch["categories"], batch["numbers"])
         loss = F.binary_cross_entropy_with_logits(logits, batch["clicked"])
-        self.log("train_loss", loss, prog_bar=True)
+        if self.logs:
+            self.log("train_loss", loss, prog_bar=True)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -80,9 +80,9 @@ class CompiledSteps(CompiledMethods):
     def __call__(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call the module's method ``name``: in graphs, unless it is faster as it is."""
         turns = self._turns[name] if name in self._turns else self._begin_turns(name)
-        if turns is None or self._running is not None:
+        if turns is None or self._running is not None or (turns.decided and not turns.step.as_it_is):
             return super().__call__(name, *args, **kwargs)
-        if turns.decided and turns.step.as_it_is and turns.step.calls % _LOOK:
+        if turns.decided and turns.step.calls % _LOOK:
             return self._as_it_is(turns.step, args, kwargs)
         trained = sum(p.requires_grad for o in self._optimizers for group in o.param_groups for p in group["params"])
         as_it_is = turns.next((args, kwargs), self._observer.compilations, trained)

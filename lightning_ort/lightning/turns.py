@@ -71,7 +71,7 @@ class Turns:
             compilations: how many there have been so far, of anything.
             state: of what is trained; with another one, a step that is called as it is is measured anew.
         """
-        elements = _elements(args) if self.step.as_it_is or not self.decided else 0
+        elements = _elements(args)
         # sizes up to twice as large are alike, as MEMORY has it
         if self.step.as_it_is and (elements > 2 * self._elements or state != self._state):
             self.decided, self._calm = False, 0
