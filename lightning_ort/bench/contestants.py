@@ -61,6 +61,7 @@ def account(trainer: Trainer, name: str) -> dict[str, Any]:
             + sum(o.compile_seconds for o in report.optimizers),
             "graphs": sum(s.graphs for s in steps),
             "graphs_in_torch": sum(s.graphs_in_torch for s in steps),
+            "as_they_are": [s.name for s in steps if s.as_it_is],
             "measured_ms": [dict(times) for s in steps for times in s.measured],
             "recompilations": sum(len(s.recompilations) for s in steps),
             "graph_breaks": [f"{b.reason} ({b.source})" for s in steps for b in s.graph_breaks],

@@ -57,9 +57,9 @@ def step_rows(results: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]
 
 def _graphs(compiler: Mapping[str, Any]) -> str:
     """How many there are, and who runs them where that was a matter of speed."""
-    if not compiler.get("graphs_in_torch"):
-        return str(compiler.get("graphs", ""))
-    return f"{compiler['graphs']} ({compiler['graphs_in_torch']} in torch)"
+    by = [f"{n} in torch"] if (n := compiler.get("graphs_in_torch")) else []
+    by += ["step as it is"] if "training_step" in compiler.get("as_they_are", ()) else []
+    return f"{compiler.get('graphs', '')} ({', '.join(by)})" if by else str(compiler.get("graphs", ""))
 
 
 def _count(result: Mapping[str, Any], name: str) -> str:

@@ -61,6 +61,20 @@ def test_advice_in_words():
     )
 
 
+@pytest.mark.parametrize(
+    ("compiler", "told"),
+    [
+        ({}, ""),
+        ({"graphs": 2, "graphs_in_torch": 0, "as_they_are": ["validation_step"]}, "2"),
+        ({"graphs": 1, "graphs_in_torch": 0, "as_they_are": ["training_step"]}, "1 (step as it is)"),
+        ({"graphs": 2, "graphs_in_torch": 1, "as_they_are": ["training_step"]}, "2 (1 in torch, step as it is)"),
+    ],
+)
+def test_table_shows_who_runs_the_graphs(compiler, told):
+    row = result("ort", 0.4, 1.5, peak_mb=440.0, threads=2, speed=None, compiler=compiler)
+    assert next(step_rows([row]))[8] == told
+
+
 def test_table_shows_ratios_and_failures():
     auto = result("auto", 0.5, 0.0, peak_mb=400.0, threads=2, compiler={})
     auto["speed"] = {"median": 1.0, "least": 1.0, "most": 1.0}
