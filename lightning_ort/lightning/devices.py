@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from lightning_ort.checkpoints import ORTCheckpointIO
@@ -298,7 +297,7 @@ class Devices(_Base):
             port,
             self.global_rank,
             self.world_size,
-            self._parallel.timeout or default_pg_timeout,
+            self._parallel.group_timeout,
             device_id=None if device.type == "cpu" else device,
         )
 

@@ -54,7 +54,7 @@ class OpenSizes:
     @contextlib.contextmanager
     def expecting(self, step: str, arguments: Any, trainer: pl.Trainer | None) -> Iterator[None]:
         """In one of the first calls of ``step``: what is compiled has those sizes open that are going to change."""
-        tensors = list(_tensors(arguments))
+        tensors = list(tensors_of(arguments))
         kind, present = _kind(tensors), [list(x.shape) for x in tensors]
         ends = None if trainer is None else smaller_at_the_end(trainer, step)
         pads = trainer is not None and makes_batches_its_own_way(trainer, step)
@@ -81,7 +81,7 @@ class OpenSizes:
 
     def note(self, step: str, arguments: Any) -> None:
         """Take down the sizes of a batch that something was compiled for, or that decides something."""
-        tensors = list(_tensors(arguments))
+        tensors = list(tensors_of(arguments))
         kind, present = _kind(tensors), [list(x.shape) for x in tensors]
         of_kind = self._of_step.setdefault(step, {})
         known = of_kind.get(kind)
@@ -172,7 +172,7 @@ def _loaders(given: Any, depth: int = 0) -> Iterator[Any]:
         yield given
 
 
-def _tensors(data: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+def tensors_of(data: Any, depth: int = 0) -> Iterator[torch.Tensor]:
     """The tensors of a batch, in order."""
     if type(data) is torch.Tensor:
         yield data
@@ -185,7 +185,7 @@ def _tensors(data: Any, depth: int = 0) -> Iterator[torch.Tensor]:
         elif dataclasses.is_dataclass(data) and not isinstance(data, type):
             parts = [getattr(data, field.name, None) for field in dataclasses.fields(data)]
         for part in parts:
-            yield from _tensors(part, depth + 1)
+            yield from tensors_of(part, depth + 1)
 
 
 def _kind(tensors: Sequence[torch.Tensor]) -> str:

@@ -97,6 +97,11 @@ class ParallelOptions:
         names = inspect.signature(strategy).parameters
         return {"owner": strategy.__name__, "own": tuple(n for n, p in names.items() if p.kind != p.VAR_KEYWORD)}
 
+    @property
+    def group_timeout(self) -> timedelta:
+        """The timeout of the process group."""
+        return self.timeout or default_pg_timeout
+
     def arguments(self, *, on_cpu: bool) -> dict[str, Any]:
         """Keyword arguments for ``DDPStrategy``, whose processes compute ``on_cpu`` or on GPUs."""
         # The gradients of a step that is one graph are there all at once: what torch sends ahead in a small bucket by
@@ -104,7 +109,7 @@ class ParallelOptions:
         of_module = {"bucket_cap_mb": _BUCKET, **(self.of_module or {})} if on_cpu else self.of_module or {}
         return {
             "process_group_backend": self.process_group_backend,
-            "timeout": self.timeout or default_pg_timeout,
+            "timeout": self.group_timeout,
             # a notebook is no script that could be started again
             "start_method": self.start_method or ("fork" if hasattr(sys, "ps1") else "popen"),
             "ddp_comm_state": self.ddp_comm_state,

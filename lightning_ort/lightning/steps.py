@@ -93,7 +93,8 @@ class CompiledSteps(CompiledMethods):
         return result
 
     def _begin_turns(self, name: str) -> Turns | None:
-        trainer, module = cast(Any, self._trainer), cast(Any, self.module)
+        trainer, module, step = cast(Any, self._trainer), cast(Any, self.module), self.report.step(name)
+        step.turns, step.as_it_is = {}, False  # what an earlier fit has found may not hold for this one
         turns = None
         # what others wait for, between graphs and in them, could have another order in the step as it is
         alone = trainer.world_size == 1 and not self._uncompiled
@@ -104,7 +105,7 @@ class CompiledSteps(CompiledMethods):
                 return [type(module).__module__, type(module).__qualname__, shapes, trainer.precision]
 
             phases = 2 if name == "training_step" and module.automatic_optimization else 1
-            turns = Turns(self.report.step(name), parts, self._backend.config, phases)
+            turns = Turns(step, parts, self._backend.config, phases)
         self._turns[name] = turns
         return turns
 

@@ -7,13 +7,12 @@ they are made in turns for a while, and then as the faster ones were.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from time import perf_counter
 from typing import Any
 
-import torch
-
 from lightning_ort.compiler.contest import MEMORY, Choice, Key
+from lightning_ort.lightning.open_sizes import tensors_of
 from lightning_ort.report import StepReport, timeline
 from lightning_ort.runtime.config import RuntimeConfig
 
@@ -71,7 +70,7 @@ class Turns:
             compilations: how many there have been so far, of anything.
             state: of what is trained; with another one, a step that is called as it is is measured anew.
         """
-        elements = _elements(args)
+        elements = sum(x.numel() for x in tensors_of(args))
         # sizes up to twice as large are alike, as MEMORY has it
         if self.step.as_it_is and (elements > 2 * self._elements or state != self._state):
             self.decided, self._calm = False, 0
@@ -132,14 +131,3 @@ def _usual(row: Sequence[float]) -> float:
     """Seconds of a call that nothing has disturbed."""
     warm = sorted(seconds for i, seconds in enumerate(row) if i % _ROW >= _COLD)
     return warm[len(warm) // 4]  # what else the machine does only ever adds to a call
-
-
-def _elements(data: Any) -> int:
-    """How many numbers there are in the tensors of a batch."""
-    if isinstance(data, torch.Tensor):
-        return data.numel()
-    if isinstance(data, Mapping):
-        return sum(map(_elements, data.values()))
-    if isinstance(data, (list, tuple)):
-        return sum(map(_elements, data))
-    return 0

@@ -68,7 +68,7 @@ def figures_of(step: StepReport) -> Figures | None:
     return Figures(len(usual), seconds, shares, in_torch, pays_from, call)
 
 
-def _in_turns(step: StepReport) -> float | None:
+def _in_turns(step: StepReport) -> float:
     """Seconds that a call was measured to take longer as it is, if it is not called so."""
     return 0.0 if step.as_it_is else 1e-3 * (step.turns["eager"] - step.turns["graphs"])
 

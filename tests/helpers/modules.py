@@ -117,6 +117,20 @@ class Classifier(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.hparams.lr, momentum=0.9)
 
 
+class ByHand(LightningModule):
+    """Before a class whose training step gives the loss: the same in manual optimization."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
 class Regressor(LightningModule):
     """A smooth MLP (no kinks, no zero gradients): the module for optimizers and precision."""
 

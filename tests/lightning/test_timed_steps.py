@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.profilers import PyTorchProfiler
-from modules import CLASSES, FEATURES, table
+from modules import CLASSES, FEATURES, ByHand, table
 from parity import assert_fit_parity, fit, needs_ort, quiet, step_report
 from torch import nn
 
@@ -38,16 +38,8 @@ class Classifier(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-class Manual(Classifier):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
+class Manual(ByHand, Classifier):
+    pass
 
 
 @pytest.fixture

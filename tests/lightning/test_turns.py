@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule
-from modules import CLASSES, FEATURES, table
-from parity import assert_same_outcome, assert_same_state, fit, needs_ort, state_of, step_report
+from modules import CLASSES, FEATURES, ByHand, table
+from parity import assert_same_outcome, assert_same_state, fit, needs_ort, quiet, state_of, step_report
 from torch import nn
 
 from lightning_ort import ORTPrecision, ORTStrategy
@@ -43,16 +43,8 @@ class Classifier(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-class Manual(Classifier):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
+class Manual(ByHand, Classifier):
+    pass
 
 
 @pytest.fixture
@@ -135,6 +127,20 @@ def test_a_step_that_is_other_by_then(takes):
     eager = fit(Classifier, table, strategy="auto", callbacks=lambda: [Freezing()], **flags)
     assert_same_state(state_of(eager.module), state_of(run.module))
     assert seen[59] and not seen[72] and seen[-1]
+
+
+def test_a_further_fit_that_measures_nothing(takes, monkeypatch):
+    """It is not told of its steps what the first one has found."""
+    takes(2.0, 1.0)
+    run = trained()
+    assert step_report(run.trainer, "training_step").as_it_is
+    monkeypatch.setenv("LIGHTNING_ORT_MEASURE", "0")
+    run.trainer.fit_loop.max_epochs += 2
+    with quiet():
+        run.trainer.fit(run.module, table())
+    step = step_report(run.trainer, "training_step")
+    assert step.calls == 84
+    assert not step.turns and not step.as_it_is and step.all_in_ort
 
 
 @pytest.mark.parametrize(
