@@ -102,6 +102,11 @@ class ParallelOptions:
         """The timeout of the process group."""
         return self.timeout or default_pg_timeout
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether each backward ends when all have their sums, and none depends on what the first one was like."""
+        return self.ddp_comm_hook is None and not (self.of_module or {}).get("static_graph")
+
     def arguments(self, *, on_cpu: bool) -> dict[str, Any]:
         """Keyword arguments for ``DDPStrategy``, whose processes compute ``on_cpu`` or on GPUs."""
         # The gradients of a step that is one graph are there all at once: what torch sends ahead in a small bucket by

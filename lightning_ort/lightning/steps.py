@@ -19,10 +19,11 @@ from typing_extensions import override
 from lightning_ort.compiler.autograd import hand_out, node_of_loss
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.executors.executable import timed_in_torch
+from lightning_ort.distributed.ranks import means_over_ranks
 from lightning_ort.lightning.compiled import CompiledMethods
 from lightning_ort.lightning.logged import LogRecorder, logged_so_far, results_stay
 from lightning_ort.lightning.precision import ORTPrecision
-from lightning_ort.lightning.turns import Turns
+from lightning_ort.lightning.turns import Turns, alone
 from lightning_ort.lightning_packages import everywhere, overrides, package_of, pl
 from lightning_ort.report import Report, StepReport, timeline
 
@@ -41,8 +42,6 @@ _BACKWARD = [
     *[kind.backward for kind in everywhere("core.module:LightningModule")],
 ]
 _METRIC_METHODS = ("forward", "compute", "reset", "clone")
-_LOOK = 8
-"""calls of a step as it is after which its sizes are looked at again"""
 
 
 class CompiledSteps(CompiledMethods):
@@ -82,7 +81,7 @@ class CompiledSteps(CompiledMethods):
         turns = self._turns[name] if name in self._turns else self._begin_turns(name)
         if turns is None or self._running is not None or (turns.decided and not turns.step.as_it_is):
             return super().__call__(name, *args, **kwargs)
-        if turns.decided and turns.step.calls % _LOOK:
+        if turns.decided and turns.rests():
             return self._as_it_is(turns.step, args, kwargs)
         trained = sum(p.requires_grad for o in self._optimizers for group in o.param_groups for p in group["params"])
         as_it_is = turns.next((args, kwargs), self._observer.compilations, trained)
@@ -95,17 +94,19 @@ class CompiledSteps(CompiledMethods):
     def _begin_turns(self, name: str) -> Turns | None:
         trainer, module, step = cast(Any, self._trainer), cast(Any, self.module), self.report.step(name)
         step.turns, step.as_it_is = {}, False  # what an earlier fit has found may not hold for this one
-        turns = None
-        # what others wait for, between graphs and in them, could have another order in the step as it is
-        alone = trainer.world_size == 1 and not self._uncompiled
-        if alone and self._backend.measures(trainer.strategy.root_device):
+        turns, strategy = None, trainer.strategy
+        # as many calls as the others need not be made of what is not for training
+        together = trainer.world_size == 1 or (name == "training_step" and strategy.waits_each_step)
+        if together and not self._uncompiled and self._backend.measures(strategy.root_device):
 
             def parts() -> list[Any]:
                 shapes = [(tuple(p.shape), p.dtype, p.requires_grad) for p in module.parameters()]
-                return [type(module).__module__, type(module).__qualname__, shapes, trainer.precision]
+                called = type(module).__module__, type(module).__qualname__
+                return [called, shapes, trainer.precision, trainer.world_size]
 
             phases = 2 if name == "training_step" and module.automatic_optimization else 1
-            turns = Turns(step, parts, self._backend.config, phases)
+            means = alone if trainer.world_size == 1 else means_over_ranks
+            turns = Turns(step, parts, self._backend.config, phases, means)
         self._turns[name] = turns
         return turns
 

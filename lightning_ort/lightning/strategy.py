@@ -354,6 +354,11 @@ class ORTStrategy(EngineOptions, OnDevices):
         super().post_backward(closure_loss)
         timeline.backward_ends()
 
+    @property
+    def waits_each_step(self) -> bool:
+        """Whether several processes exchange gradients as torch does by itself, so that all make as many steps."""
+        return self.model is not self.lightning_module and self._parallel.is_plain
+
     def export(self, path: str | os.PathLike[str], sample: Any = None, **options: Any) -> ExportedModel:
         """Write the module for inference as an ONNX file, checked against the module.
 

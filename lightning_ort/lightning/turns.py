@@ -3,6 +3,9 @@
 A graph of a few layers may save less than what surrounds it takes: Dynamo's guards, a node of autograd, the binding of
 memory. No run of a graph by itself shows that. Calls of the step do, and each of them is right either way, so that
 they are made in turns for a while, and then as the faster ones were.
+
+Where several processes train together, all make a call in the same way: what they wait for one another in may have
+another order in graphs. Who has which call follows from its number, and what is decided from what all have found.
 """
 
 from __future__ import annotations
@@ -16,19 +19,29 @@ from lightning_ort.lightning.open_sizes import tensors_of
 from lightning_ort.report import StepReport, timeline
 from lightning_ort.runtime.config import RuntimeConfig
 
-__all__ = ["AS_IT_IS", "IN_GRAPHS", "Turns"]
+__all__ = ["AS_IT_IS", "IN_GRAPHS", "Turns", "alone"]
 
 IN_GRAPHS, AS_IT_IS = "graphs", "eager"
 
 _CALM = 16
 """calls in a row in which nothing is compiled, after which nothing is expected to be"""
-_ORDER = (IN_GRAPHS, AS_IT_IS, AS_IT_IS, IN_GRAPHS)
+_WAYS = IN_GRAPHS, AS_IT_IS
+_ORDER = IN_GRAPHS, AS_IT_IS, AS_IT_IS, IN_GRAPHS
 _ROW, _COLD = 8, 3
 """calls that one has in a row, and those of them that do not count: what the other one uses is in the caches then"""
+_ENOUGH = 6
+"""calls of data of one size that each has to have had"""
 _LONG = 0.02
 """seconds of a call to which what surrounds its graphs adds little"""
 _PATIENCE = 400
 """calls after which graphs stay, because calls that are alike are too rare"""
+_LOOK, _LOOK_TOGETHER = 8, 256
+"""calls of a step as it is after which its sizes are looked at again; those of several processes wait to do so"""
+
+
+def alone(facts: Sequence[float]) -> Sequence[float]:
+    """The mean of ``facts`` over all processes, where there is one."""
+    return facts
 
 
 class Turns:
@@ -39,6 +52,7 @@ class Turns:
         parts: gives what makes the step what it is, besides its graphs.
         config: of the sessions.
         phases: how many times :meth:`note` adds up to a call: what lies between them is not counted.
+        means: gives the means of numbers over all processes, each of which calls it with its own.
 
     Attributes:
         step: the account.
@@ -46,16 +60,27 @@ class Turns:
     """
 
     def __init__(
-        self, step: StepReport, parts: Callable[[], Sequence[Any]], config: RuntimeConfig, phases: int
+        self,
+        step: StepReport,
+        parts: Callable[[], Sequence[Any]],
+        config: RuntimeConfig,
+        phases: int,
+        means: Callable[[Sequence[float]], Sequence[float]] = alone,
     ) -> None:
-        self.step, self._parts, self._config, self._phases = step, parts, config, phases
-        self.decided = False
+        self.step, self._parts, self._config, self._phases, self._means = step, parts, config, phases, means
+        self._look = _LOOK if means is alone else _LOOK_TOGETHER
+        self._begin()
+
+    def _begin(self) -> None:
+        self.decided, self.step.as_it_is, self.step.turns = False, False, {}
         self._seen: Hashable = None
         self._state: Hashable = None
-        self._calm = self._waited = 0
-        self._elements = 0
-        self._times: dict[str, list[float]] = {}
-        self._present = ""  # of a call that counts, who has it
+        self._elements = 0  # that it is decided for
+        self._calls = self._calm = self._in_rows = 0
+        self._are_rows = False
+        self._times: dict[int, dict[str, list[float]]] = {}  # seconds of calls that count, by elements and by who
+        self._present = ""  # who has the present call
+        self._size: int | None = None  # its elements, if it counts
         self._elapsed: list[float] = []
 
     def note(self, began: float) -> None:
@@ -71,55 +96,78 @@ class Turns:
             state: of what is trained; with another one, a step that is called as it is is measured anew.
         """
         elements = sum(x.numel() for x in tensors_of(args))
-        # sizes up to twice as large are alike, as MEMORY has it
-        if self.step.as_it_is and (elements > 2 * self._elements or state != self._state):
-            self.decided, self._calm = False, 0
-            self.step.turns, self.step.as_it_is = {}, False
-        if not self.decided:
-            self._end_call(compilations)
-        if not self.decided and self._calm >= _CALM:
-            self._begin_call(elements, state)
+        if self.decided:
+            # sizes up to twice as large are alike, as MEMORY has it
+            if not any(self._means([elements > 2 * self._elements or state != self._state])):
+                return self.step.as_it_is
+            self._begin()
+        self._end_call(compilations, state)
+        if self._calls % _ROW == 0:
+            self._meet(elements)
+        self._calls += 1
+        if self._are_rows:
+            row, place = divmod(self._in_rows, _ROW)
+            self._present = _ORDER[row % len(_ORDER)]
+            self._size = elements if place >= _COLD else None
+            self._in_rows += 1
         return self.step.as_it_is or self._present == AS_IT_IS
 
-    def _begin_call(self, elements: int, state: Hashable) -> None:
-        if not self._times or state != self._state:
-            self._elements, self._state, self._waited = elements, state, 0
-            self._times = {IN_GRAPHS: [], AS_IT_IS: []}
-            known = MEMORY.get(self._key())
-            if known is not None:
-                self._decide(known)
-                return
-        self._waited += 1
-        if self._waited > _PATIENCE:
-            self._decide(Choice(IN_GRAPHS, {}))
-        elif elements == self._elements:
-            self._present = _ORDER[sum(map(len, self._times.values())) // _ROW]
+    def rests(self) -> bool:
+        """Whether the call that begins is made as it was decided, and :meth:`next` need not be asked."""
+        self._calls += 1
+        return self._calls % self._look != 0
 
-    def _end_call(self, compilations: int) -> None:
+    def _end_call(self, compilations: int, state: Hashable) -> None:
         """Enter the call before, which is complete."""
         present, self._present = self._present, ""
         elapsed, self._elapsed = self._elapsed, []
-        seen = compilations, self.step.graphs
+        seen = compilations, self.step.graphs, state
         if seen != self._seen:
-            self._seen, self._calm, self._times = seen, 0, {}
+            self._seen, self._state, self._calm = seen, state, 0
             return
         self._calm += 1
-        if not present or len(elapsed) != self._phases or timeline.present is not None:
+        if present and self._size is not None and len(elapsed) == self._phases and timeline.present is None:
+            self._times.setdefault(self._size, {IN_GRAPHS: [], AS_IT_IS: []})[present].append(sum(elapsed))
+
+    def _meet(self, elements: int) -> None:
+        """What follows from the calls so far, of all processes."""
+        if self._are_rows:
+            self._look_at_rows()
             return
-        self._times[present].append(sum(elapsed))
-        graphs, eager = self._times.values()
-        if len(graphs) == _ROW and not eager and min(graphs) > _LONG:
+        self._elements, is_calm = elements, self._calm >= _CALM
+        known = MEMORY.get(self._key()) if is_calm else None
+        all_calm, *all_know = self._means([is_calm, *[known is not None and known.executor == who for who in _WAYS]])
+        if all_calm == 1 and 1 in all_know:
+            assert known is not None
+            self._decide(known)
+        elif all_calm == 1:
+            self._are_rows, self._in_rows, self._times = True, 0, {}
+
+    def _look_at_rows(self) -> None:
+        nothing: dict[str, list[float]] = {who: [] for who in _WAYS}
+        self._elements, times = max(self._times.items(), key=_fewest, default=(0, nothing))
+        graphs = times[IN_GRAPHS]
+        is_long = self._in_rows == _ROW and bool(graphs) and min(graphs) > _LONG
+        has_enough = self._in_rows % (_ROW * len(_ORDER)) == 0 and _fewest((self._elements, times)) >= _ENOUGH
+        seconds = [_usual(times[who]) if has_enough else 0.0 for who in _WAYS]
+        all_calm, all_long, all_enough, *seconds = self._means(
+            [self._calm >= self._in_rows, is_long, has_enough, *seconds]
+        )
+        if all_calm < 1:
+            self._are_rows = False
+        elif all_long == 1 or self._in_rows > _PATIENCE:
             self._decide(Choice(IN_GRAPHS, {}))
-        elif len(graphs) + len(eager) == _ROW * len(_ORDER):
-            choice = Choice.among({who: _usual(row) for who, row in self._times.items()}, IN_GRAPHS)
+        elif all_enough == 1:
+            choice = Choice.among(dict(zip(_WAYS, seconds, strict=True)), IN_GRAPHS)
             MEMORY.put(self._key(), choice)
             self._decide(choice)
 
     def _decide(self, choice: Choice) -> None:
-        self.decided, self._times, self._present = True, {}, ""
+        self.decided, self._are_rows, self._times = True, False, {}
         self.step.turns = choice.milliseconds
         self.step.as_it_is = choice.executor == AS_IT_IS
         if self.step.as_it_is:
+            timeline.close()
             self.step.timing.calls.clear()  # those were in graphs
 
     def _key(self) -> Key:
@@ -129,5 +177,9 @@ class Turns:
 
 def _usual(row: Sequence[float]) -> float:
     """Seconds of a call that nothing has disturbed."""
-    warm = sorted(seconds for i, seconds in enumerate(row) if i % _ROW >= _COLD)
-    return warm[len(warm) // 4]  # what else the machine does only ever adds to a call
+    return sorted(row)[len(row) // 4]  # what else the machine does only ever adds to a call
+
+
+def _fewest(times: tuple[int, dict[str, list[float]]]) -> int:
+    """Of calls with data of one size, how many the one has had that has had the fewest."""
+    return min(map(len, times[1].values()))

@@ -22,7 +22,7 @@ def results(world: int, folder: Path, *scenarios: str) -> list[dict[str, Any]]:
 
 SCENARIOS = ("images", "images32", "text", "text32", "recurrent", "adversaries", "synced")
 # what the strategy does around graphs, whoever runs them
-AROUND = ("hooks", "combined", "sharded", "overflowing", "agreement")
+AROUND = ("hooks", "combined", "sharded", "overflowing", "agreement", "in turns")
 OF_FOUR = ("images", "synced", "combined")
 
 
@@ -140,3 +140,27 @@ def test_steps_are_left_out_by_all_ranks(of_two):
 def test_one_choice_for_all_ranks(of_two):
     first, second = (rank["agreement"]["seen"] for rank in of_two)
     assert first == second
+
+
+@pytest.mark.stock_only
+@pytest.mark.parametrize("fit", ["images", "synced", "adversaries", "accumulated", "again", "known to one"])
+def test_calls_in_turns(of_two, fit):
+    """Each is made in the same way by all ranks, and so are those that follow, whatever each has measured."""
+    first, second = (rank["in turns"][fit] for rank in of_two)
+    assert first["ways"] == second["ways"]
+    assert first["turns"] == second["turns"] == {"graphs": 1.5, "eager": 1.25}
+    assert len(first["ways"]) == 72 and all(first["ways"][-8:]) and not any(first["ways"][:16])
+    measured = fit != "again"
+    assert [bool(rank["measured"]) for rank in (first, second)] == [measured, measured]
+    assert_ranks_equal([first["ort"], second["ort"]])
+    for rank in (first, second):
+        # of one rank's batches torch's own synchronized batch norm refuses the CPU
+        if fit != "synced":
+            assert_close(rank["ort"], rank["eager"], 1e-9)
+
+
+@pytest.mark.stock_only
+def test_calls_in_turns_with_batch_norm_over_ranks(of_two):
+    """As those in graphs alone."""
+    for rank in of_two:
+        assert_close(rank["in turns"]["synced"]["ort"], rank["in turns"]["synced"]["in graphs"], 1e-9)

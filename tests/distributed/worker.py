@@ -7,8 +7,10 @@ writes to ``FOLDER/RANK.pt`` what each scenario has found.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import scenarios
 import torch
@@ -22,6 +24,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_ort import ORTPrecision, ORTStrategy
 from lightning_ort.distributed import adasum, adasum_hook
+from lightning_ort.lightning.steps import CompiledSteps
+from lightning_ort.report import StepReport
 
 STEPS = 50
 
@@ -181,9 +185,9 @@ def compared(kind: type, *, precision: str = "64-true", unused: bool = False, **
     return {"eager": eager, "ort": outcome(trainer), "graphs": report.graphs, "calls": report.calls}
 
 
-def synced() -> dict[str, Any]:
+def synced(**flags: Any) -> dict[str, Any]:
     """Statistics of all ranks."""
-    return {"ort": outcome(fit(Images, ours(), sync_batchnorm=True))}
+    return {"ort": outcome(fit(Images, ours(), sync_batchnorm=True, **flags))}
 
 
 def hooks() -> dict[str, Any]:
@@ -275,6 +279,66 @@ def agreement() -> dict[str, Any]:
     return {"seen": seen}
 
 
+class Ways(Callback):
+    """Whether each call of the training step was made as it is, and what is known of it."""
+
+    def __init__(self) -> None:
+        self.seen: list[bool] = []
+        self.now = False
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.seen.append(self.now)
+        self.now = False
+        if isinstance(trainer.strategy, ORTStrategy):
+            self.turns = dict(trainer.strategy.report().step("training_step").turns)
+
+    def on_fit_start(self, trainer, pl_module):
+        self.seen = []
+
+    def noting(self) -> Any:
+        """A block in which calls are noted."""
+        as_it_is = CompiledSteps._as_it_is
+
+        def noted(steps: CompiledSteps, step: StepReport, *args: Any) -> Any:
+            self.now = step.name == "training_step"
+            return as_it_is(steps, step, *args)
+
+        return mock.patch.object(CompiledSteps, "_as_it_is", noted)
+
+
+def in_turns(folder: Path) -> dict[str, Any]:
+    """Calls in graphs and as they are, of which each rank finds another way to be faster."""
+    from lightning_ort.compiler import contest
+    from lightning_ort.lightning import turns
+
+    rank, found = dist.get_rank(), {}
+    milliseconds = [(2.0, 1.0), (1.0, 1.5)][rank]  # as it is is faster by 0.5 for the one, slower by that for another
+    pretended = mock.Mock(side_effect=lambda row: milliseconds[pretended.call_count % 2 == 0] / 1e3)
+    ort_only = mock.patch.object(contest, "race", lambda runs: {name: float(name != "onnxruntime") for name in runs})
+    settings = {"LIGHTNING_ORT_MEASURE": "1", "LIGHTNING_ORT_CACHE_DIR": str(folder / f"cache {rank}")}
+    fits = {
+        "images": (Images, {}),  # what is logged by all waits for what is gathered, or the other way round
+        "synced": (Images, {}),
+        "adversaries": (Adversaries, {"unused": True, "max_steps": 144}),
+        "accumulated": (Text, {"accumulate_grad_batches": 2, "max_steps": 36}),
+        "again": (Images, {}),
+        "known to one": (Images, {}),
+    }
+    with mock.patch.dict("os.environ", settings), ort_only:
+        for name, (kind, flags) in fits.items():
+            if name == "known to one" and rank == 1:
+                contest.MEMORY.forget()
+                os.environ["LIGHTNING_ORT_CACHE_DIR"] = str(folder / "another")
+            ways, pretended.call_count = Ways(), 0
+            with mock.patch.object(turns, "_usual", pretended), ways.noting():
+                flags = {"max_steps": 72, "callbacks": [ways]} | flags
+                found[name] = synced(**flags) if name == "synced" else compared(kind, **flags)
+            found[name] |= {"ways": ways.seen, "turns": ways.turns, "measured": pretended.call_count}
+    contest.MEMORY.forget()
+    found["synced"]["in graphs"] = synced(max_steps=72)["ort"]
+    return found
+
+
 def scenarios_in(folder: Path) -> dict[str, Any]:
     return {
         "images": lambda: compared(Images),
@@ -289,6 +353,7 @@ def scenarios_in(folder: Path) -> dict[str, Any]:
         "sharded": lambda: sharded(folder),
         "overflowing": overflowing,
         "agreement": agreement,
+        "in turns": lambda: in_turns(folder),
     }
 
 
