@@ -25,7 +25,7 @@ from lightning_ort.lightning.logged import LogRecorder, logged_so_far, results_s
 from lightning_ort.lightning.precision import ORTPrecision
 from lightning_ort.lightning.turns import Turns, alone
 from lightning_ort.lightning_packages import everywhere, overrides, package_of, pl
-from lightning_ort.report import Report, StepReport, timeline
+from lightning_ort.report import Report, timeline
 
 __all__ = ["CompiledSteps"]
 
@@ -81,15 +81,32 @@ class CompiledSteps(CompiledMethods):
         turns = self._turns[name] if name in self._turns else self._begin_turns(name)
         if turns is None or self._running is not None or (turns.decided and not turns.step.as_it_is):
             return super().__call__(name, *args, **kwargs)
-        if turns.decided and turns.rests():
-            return self._as_it_is(turns.step, args, kwargs)
+        if turns.rest:
+            return self._as_it_is(turns, args, kwargs)
         trained = sum(p.requires_grad for o in self._optimizers for group in o.param_groups for p in group["params"])
         as_it_is = turns.next((args, kwargs), self._observer.compilations, trained)
         self._undecided, began = None if turns.decided else turns, perf_counter()
-        result = self._as_it_is(turns.step, args, kwargs) if as_it_is else super().__call__(name, *args, **kwargs)
+        if as_it_is:
+            result = self._as_it_is(turns, args, kwargs)
+        else:
+            turns.calls += 1
+            result = super().__call__(name, *args, **kwargs)
         if not turns.decided:
             turns.note(began)
         return result
+
+    def leaves(self, name: str) -> bool:
+        """Whether the call of ``name`` that begins, which is counted then, is Lightning's own to make."""
+        turns = self._turns.get(name)
+        if turns is None or not turns.rest or timeline.present is not None:
+            return False
+        step = turns.step
+        if step.calls >= step.timing.due:
+            return False
+        step.calls += 1
+        turns.calls += 1
+        self._loss_node = None
+        return True
 
     def _begin_turns(self, name: str) -> Turns | None:
         trainer, module, step = cast(Any, self._trainer), cast(Any, self.module), self.report.step(name)
@@ -110,8 +127,10 @@ class CompiledSteps(CompiledMethods):
         self._turns[name] = turns
         return turns
 
-    def _as_it_is(self, step: StepReport, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    def _as_it_is(self, turns: Turns, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        step = turns.step
         step.calls += 1
+        turns.calls += 1
         method = getattr(self.module, step.name)
         if step.as_it_is and step.calls >= step.timing.due:
             self._begin_timing(step)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -268,8 +268,7 @@ class ORTStrategy(EngineOptions, OnDevices):
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def _call(self, name: str, context: contextlib.AbstractContextManager[None], *args: Any, **kwargs: Any) -> Any:
-        assert self._steps is not None, "the strategy is not set up"
-        assert self.lightning_module is not None
+        assert self._steps is not None and self.lightning_module is not None
         self._restoring = None
         with context:
             if self.model is self.lightning_module:
@@ -279,23 +278,34 @@ class ORTStrategy(EngineOptions, OnDevices):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._steps is not None, "the strategy is not set up"
+        if self._steps.leaves("training_step"):
+            return super().training_step(*args, **kwargs)
         output = self._call("training_step", self.precision_plugin.train_step_context(), *args, **kwargs)
         # with several devices, what reduces gradients waits for them in autograd
         if self.model is self.lightning_module:
-            assert self._steps is not None
             self._steps.note_loss(output)
         return output
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._steps is not None, "the strategy is not set up"
+        if self._steps.leaves("validation_step"):
+            return super().validation_step(*args, **kwargs)
         return self._call("validation_step", self.precision_plugin.val_step_context(), *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._steps is not None, "the strategy is not set up"
+        if self._steps.leaves("test_step"):
+            return super().test_step(*args, **kwargs)
         return self._call("test_step", self.precision_plugin.test_step_context(), *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._steps is not None, "the strategy is not set up"
+        if self._steps.leaves("predict_step"):
+            return super().predict_step(*args, **kwargs)
         return self._call("predict_step", self.precision_plugin.predict_step_context(), *args, **kwargs)
 
     @override
@@ -306,10 +316,14 @@ class ORTStrategy(EngineOptions, OnDevices):
         model: pl.LightningModule | torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        assert self._steps is not None and self.lightning_module is not None
+        assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
             return self._optimizer_step_by_hand(optimizer, closure, model, **kwargs)
-        return self._optimizer_step(optimizer, closure, model, **kwargs)
+        self._hooked_optimizers.come_last(optimizer)
+        began = perf_counter()
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        timeline.update_ends(began)
+        return result
 
     # Inside of a step Dynamo would take the update into the graph, where it comes out differently in the last digits;
     # what the closure computes belongs into a graph all the same.
@@ -319,40 +333,30 @@ class ORTStrategy(EngineOptions, OnDevices):
     ) -> Any:
         assert self._steps is not None
         self._before_update(optimizer)
-        return self._optimizer_step(optimizer, self._steps.compile_closure(closure), *args, **kwargs)
-
-    def _optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         self._hooked_optimizers.come_last(optimizer)
-        began = time.perf_counter()
-        result = super().optimizer_step(optimizer, *args, **kwargs)
+        began = perf_counter()
+        result = super().optimizer_step(optimizer, self._steps.compile_closure(closure), *args, **kwargs)
         timeline.update_ends(began)
         return result
 
     @override
     def backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
         module, steps = self.lightning_module, self._steps
         assert module is not None and steps is not None
-        began = time.perf_counter()
-        self.pre_backward(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        if not steps.hand_out(closure_loss):
-            self.precision_plugin.backward(closure_loss, module, optimizer)
-        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
-        self.post_backward(closure_loss)
+        began = perf_counter()
+        timeline.backward_begins()
+        if args or kwargs:
+            closure_loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        else:
+            self.pre_backward(closure_loss)
+            closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+            if not steps.hand_out(closure_loss):
+                self.precision_plugin.backward(closure_loss, module, optimizer)
+            closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+            self.post_backward(closure_loss)
+        timeline.backward_ends()
         steps.note_backward(began)
         return closure_loss
-
-    @override
-    def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        timeline.backward_begins()
-        super().pre_backward(closure_loss)
-
-    @override
-    def post_backward(self, closure_loss: torch.Tensor) -> None:
-        super().post_backward(closure_loss)
-        timeline.backward_ends()
 
     @property
     def waits_each_step(self) -> bool:

@@ -31,6 +31,8 @@ _ROW, _COLD = 8, 3
 """calls that one has in a row, and those of them that do not count: what the other one uses is in the caches then"""
 _ENOUGH = 6
 """calls of data of one size that each has to have had"""
+_CLEAR, _CYCLES = 0.1, 5
+"""the share of its time by which the slower way is clearly slower; where neither is, all rows are made so often"""
 _LONG = 0.02
 """seconds of a call to which what surrounds its graphs adds little"""
 _PATIENCE = 400
@@ -57,6 +59,7 @@ class Turns:
     Attributes:
         step: the account.
         decided: whether calls are made in one way from now on.
+        calls: how many there were, which whoever makes them counts.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class Turns:
         self._seen: Hashable = None
         self._state: Hashable = None
         self._elements = 0  # that it is decided for
-        self._calls = self._calm = self._in_rows = 0
+        self.calls = self._calm = self._in_rows = 0
         self._are_rows = False
         self._times: dict[int, dict[str, list[float]]] = {}  # seconds of calls that count, by elements and by who
         self._present = ""  # who has the present call
@@ -102,9 +105,8 @@ class Turns:
                 return self.step.as_it_is
             self._begin()
         self._end_call(compilations, state)
-        if self._calls % _ROW == 0:
+        if self.calls % _ROW == 0:
             self._meet(elements)
-        self._calls += 1
         if self._are_rows:
             row, place = divmod(self._in_rows, _ROW)
             self._present = _ORDER[row % len(_ORDER)]
@@ -112,10 +114,10 @@ class Turns:
             self._in_rows += 1
         return self.step.as_it_is or self._present == AS_IT_IS
 
-    def rests(self) -> bool:
-        """Whether the call that begins is made as it was decided, and :meth:`next` need not be asked."""
-        self._calls += 1
-        return self._calls % self._look != 0
+    @property
+    def rest(self) -> bool:
+        """Whether the call that begins is one of the step as it is, and :meth:`next` need not be asked."""
+        return self.step.as_it_is and self.decided and self.calls % self._look != 0
 
     def _end_call(self, compilations: int, state: Hashable) -> None:
         """Enter the call before, which is complete."""
@@ -158,9 +160,11 @@ class Turns:
         elif all_long == 1 or self._in_rows > _PATIENCE:
             self._decide(Choice(IN_GRAPHS, {}))
         elif all_enough == 1:
-            choice = Choice.among(dict(zip(_WAYS, seconds, strict=True)), IN_GRAPHS)
-            MEMORY.put(self._key(), choice)
-            self._decide(choice)
+            is_clear = min(seconds) < (1 - _CLEAR) * max(seconds)
+            if is_clear or self._in_rows >= _CYCLES * _ROW * len(_ORDER):
+                choice = Choice.among(dict(zip(_WAYS, seconds, strict=True)), IN_GRAPHS)
+                MEMORY.put(self._key(), choice)
+                self._decide(choice)
 
     def _decide(self, choice: Choice) -> None:
         self.decided, self._are_rows, self._times = True, False, {}

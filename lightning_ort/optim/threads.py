@@ -49,6 +49,7 @@ class UpdateThreads:
         self._times: dict[bool, list[float]] = {True: [], False: []}
         self._updates = 0
         self._one: bool | None = None
+        self._has_one = False
         # of the update that runs: threads to go back to, and whether it has but one
         self._before: int | None = None
         self._on_one = False
@@ -63,8 +64,8 @@ class UpdateThreads:
 
     @property
     def stay(self) -> bool:
-        """Whether all threads turned out to be faster, so that nothing is to be done from now on."""
-        return self._one is False
+        """Whether nothing is to be done from now on: all threads turned out to be faster, or there is only one."""
+        return self._one is False or self._has_one
 
     def __enter__(self) -> None:
         self.begin()
@@ -72,29 +73,38 @@ class UpdateThreads:
     def __exit__(self, *exc: object) -> None:
         self.end()
 
-    def begin(self) -> None:
-        """The update begins, all that comes before it is done."""
+    def begin(self, around: float = 0.0) -> None:
+        """The update begins, all that comes before it is done.
+
+        Args:
+            around: seconds that this has taken so far, which are spent for one thread's sake alone.
+        """
         self.end()  # the last one may have raised
         if self._one is False:
             return
         threads = torch.get_num_threads()
-        if threads == 1 or not _can_change():
+        self._has_one = threads == 1 or not _can_change()
+        if self._has_one:
             return
         self._on_one = self._one if self._one is not None else self._updates % 2 == 0
         self._before = threads
         if self._on_one:
             torch.set_num_threads(1)
-        self._began = self._clock()
+        self._began = self._clock() - (around if self._on_one else 0.0)
 
-    def end(self) -> bool:
+    def end(self, around: float = 0.0) -> bool:
         """The update is made, or will not be: torch has the threads again that it had before.
+
+        Args:
+            around: seconds since then, as of :meth:`begin`.
 
         Returns:
             Whether one thread has just turned out to be faster.
         """
         if self._before is None:
             return False
-        seconds, threads, self._before = self._clock() - self._began, self._before, None
+        seconds = self._clock() - self._began - (0.0 if self._on_one else around)
+        threads, self._before = self._before, None
         if self._on_one:
             torch.set_num_threads(threads)
         if self._one is not None:

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lightning_ort import ORTPrecision, ORTStrategy
 from lightning_ort.distributed import adasum, adasum_hook
 from lightning_ort.lightning.steps import CompiledSteps
-from lightning_ort.report import StepReport
+from lightning_ort.lightning.turns import Turns
 
 STEPS = 50
 
@@ -297,13 +297,18 @@ class Ways(Callback):
 
     def noting(self) -> Any:
         """A block in which calls are noted."""
-        as_it_is = CompiledSteps._as_it_is
+        as_it_is, leaves = CompiledSteps._as_it_is, CompiledSteps.leaves
 
-        def noted(steps: CompiledSteps, step: StepReport, *args: Any) -> Any:
-            self.now = step.name == "training_step"
-            return as_it_is(steps, step, *args)
+        def noted(steps: CompiledSteps, turns: Turns, *args: Any) -> Any:
+            self.now = turns.step.name == "training_step"
+            return as_it_is(steps, turns, *args)
 
-        return mock.patch.object(CompiledSteps, "_as_it_is", noted)
+        def left(steps: CompiledSteps, name: str) -> bool:
+            found = leaves(steps, name)
+            self.now = found and name == "training_step"
+            return found
+
+        return mock.patch.multiple(CompiledSteps, _as_it_is=noted, leaves=left)
 
 
 def in_turns(folder: Path) -> dict[str, Any]:

@@ -61,6 +61,7 @@ def takes(measuring, monkeypatch):
 
         pretended.times = [as_it_is, in_graphs]  # asked for by turns, in graphs first
         monkeypatch.setattr(turns, "_usual", pretended)
+        monkeypatch.setattr(turns, "_CYCLES", 1)
         monkeypatch.setattr(contest, "race", lambda runs: {name: float(name != "onnxruntime") for name in runs})
 
     return decide
@@ -120,7 +121,7 @@ def test_a_step_that_is_other_by_then(takes):
         def on_train_batch_end(self, trainer, module, *args):
             seen.append(step_report(trainer, "training_step").as_it_is)
 
-    flags = {"max_epochs": 20, "max_steps": -1}
+    flags = {"max_epochs": 24, "max_steps": -1}
     run = fit(
         Classifier, table, strategy=ORTStrategy(print_report=False), callbacks=lambda: [Freezing(), Looking()], **flags
     )
@@ -190,7 +191,8 @@ class Calls:
         monkeypatch.setattr(turns, "perf_counter", lambda: self.now)
 
     def call(self, size=64, state=0, phases=2):
-        as_it_is = self.turns.next(((torch.empty(size), 0), {}), self.compilations, state)
+        as_it_is = self.turns.rest or self.turns.next(((torch.empty(size), 0), {}), self.compilations, state)
+        self.turns.calls += 1
         for _ in range(phases):
             began = self.now
             self.now += self.seconds[as_it_is] / 2
@@ -219,8 +221,11 @@ def test_calls_in_rows(calls):
     assert dict(calls.step.turns) == {"graphs": 1.0, "eager": 2.0}
 
 
-def test_the_margin_is_for_graphs(measuring, monkeypatch):
-    assert not Calls(monkeypatch, 1.0, 0.98).until_decided()[-1]
+@pytest.mark.parametrize(("as_it_is", "wins"), [(0.98, False), (0.95, True), (1.02, False)])
+def test_what_is_close_is_measured_for_longer(as_it_is, wins, measuring, monkeypatch):
+    """Of two that are alike graphs stay."""
+    made = Calls(monkeypatch, 1.0, as_it_is).until_decided()
+    assert made == [False] * 16 + ROWS * 5 + [wins]
 
 
 def test_a_compilation_begins_the_rows_anew(calls):
@@ -276,7 +281,7 @@ def test_larger_data_are_measured_anew(measuring, monkeypatch):
     calls.until_decided()
     assert calls.call(size=128)
     calls.seconds = {False: 1e-3, True: 2e-3}
-    assert not calls.call(size=129)
+    assert [calls.call(size=129) for _ in range(8)][-1] is False
     assert not calls.step.as_it_is and not calls.turns.decided
     calls.until_decided(size=129)
     assert not calls.step.as_it_is

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from time import perf_counter
 from typing import Any, Literal
 
 import torch
@@ -111,12 +112,15 @@ class StepHook:
         hooks = self._handles[0].hooks_dict_ref()
         return hooks is None or next(reversed(hooks), None) == self._handles[0].id
 
-    # the update and what it calls are no part of a step's graph
-    @torch.compiler.disable
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.idle:
+        if self.idle and not torch.compiler.is_compiling():
             self.report.in_torch += 1
             return None
+        return self._prepare(optimizer, args, kwargs, perf_counter())
+
+    # the update and what it calls are no part of a step's graph
+    @torch.compiler.disable
+    def _prepare(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], began: float) -> Any:
         self._give_groups_back()  # of a step that has ended before its loop
         if self._mode == "auto" and self._stepper is not None:
             self._choose()
@@ -131,11 +135,12 @@ class StepHook:
             if executor == AS_WRITTEN and not self._may_take_fewer():
                 return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        done = False
+        done, spent = False, 0.0
 
         def closure_and_update() -> Any:
             nonlocal done
             result = None if closure is None else closure()
+            closed = perf_counter()
             if done:  # by a post-hook, say, which is given this
                 return result
             done = True
@@ -145,12 +150,13 @@ class StepHook:
                 return result
             fits = executor == FUSED and fused_kernel_fits(optimizer)
             if fits or executor == AS_WRITTEN:
-                self._threads.begin()
+                self._threads.begin(spent + perf_counter() - closed)
             if fits:
                 optimizer.param_groups = GroupsOfOneStep(optimizer, fused_groups(optimizer.param_groups))
             return result
 
         rest = {key: value for key, value in kwargs.items() if key != "closure"}
+        spent = perf_counter() - began
         return (args[0], closure_and_update, *args[2:]), rest
 
     def _give_groups_back(self) -> None:
@@ -161,11 +167,12 @@ class StepHook:
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.idle:
             return
+        ended = perf_counter()
         self._give_groups_back()
         self.come_last()
         if self._executor == AS_WRITTEN and (self._threads.stay or not self._may_take_fewer()):
             self._idle_for = len(optimizer.param_groups)
-        if self._threads.end() and (times := self._threads.milliseconds) is not None:
+        if self._threads.end(perf_counter() - ended) and (times := self._threads.milliseconds) is not None:
             one, many = (f"{times[key]:.2g} ms" for key in (True, False))
             reason = f"its kernel was faster on one thread, and stays there ({one}; on all {many})"
             self.report.reasons.append(Entry(self.report.name, reason, ""))
