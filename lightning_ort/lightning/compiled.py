@@ -22,11 +22,14 @@ from lightning_ort.lightning.interrupts import Interrupts
 from lightning_ort.lightning.open_sizes import OpenSizes
 from lightning_ort.lightning_packages import pl, rank_zero_info
 from lightning_ort.report import InTorch, Report, StepReport, timeline
+from lightning_ort.runtime import heap
 
 __all__ = ["CompiledMethods"]
 
 _BEGINNING = 3
 """calls of a step in which much is compiled: for the first batch, and for the first ones that are other"""
+_FIRST, _WATCH = 4, 64
+"""calls of a step after each of which the memory that is left is looked at, and every how many later on"""
 _DRAWS_WEIGHTS = "it draws the weights of lazy layers, each where eager does; in a graph all are drawn before it runs"
 NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
@@ -108,7 +111,7 @@ class CompiledMethods:
         if draws_weights:
             compiled = torch.compiler.disable(self._method(name), reason=_DRAWS_WEIGHTS)
         outer, self._running = self._running, self.report.step(f"{self._prefix}{name}")
-        self._running.calls += 1
+        self._count(self._running)
         if draws_weights:
             self._on_fallback([Fallback("the first call", _DRAWS_WEIGHTS, "")])
         if outer is None and (timeline.present is not None or self._running.calls >= self._running.timing.due):
@@ -138,6 +141,11 @@ class CompiledMethods:
         if timeline.present is not None:
             timeline.present.leave(name)
         return result
+
+    def _count(self, step: StepReport) -> None:
+        step.calls += 1
+        if step.calls <= _FIRST or step.calls % _WATCH == 0:
+            heap.watch()
 
     # -- what subclasses have to say ------------------------------------------------------------------------------
 

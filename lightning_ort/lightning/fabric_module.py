@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_ort.lightning.compiled import CompiledMethods
 from lightning_ort.lightning_packages import PACKAGES
 from lightning_ort.report import StepReport
+from lightning_ort.runtime.heap import keep_freed_memory
 
 if TYPE_CHECKING:
     from lightning_ort.lightning.fabric import ORTFabricStrategy
@@ -111,6 +112,8 @@ class _Methods(CompiledMethods):
     def __init__(self, module: nn.Module, strategy: ORTFabricStrategy) -> None:
         super().__init__(module, strategy._backend(), strategy.report(), f"{strategy.name_of(module)}.")
         self._device = strategy.root_device.type
+        if self._device == "cpu":
+            keep_freed_memory(self)
 
     @override
     def __call__(self, name: str, *args: Any, **kwargs: Any) -> Any:

@@ -26,6 +26,7 @@ from lightning_ort.lightning.precision import ORTPrecision
 from lightning_ort.lightning.turns import Turns, alone
 from lightning_ort.lightning_packages import everywhere, overrides, package_of, pl
 from lightning_ort.report import Report, timeline
+from lightning_ort.runtime.heap import keep_freed_memory
 
 __all__ = ["CompiledSteps"]
 
@@ -103,7 +104,7 @@ class CompiledSteps(CompiledMethods):
         step = turns.step
         if step.calls >= step.timing.due:
             return False
-        step.calls += 1
+        self._count(step)
         turns.calls += 1
         self._loss_node = None
         return True
@@ -129,7 +130,7 @@ class CompiledSteps(CompiledMethods):
 
     def _as_it_is(self, turns: Turns, args: Any, kwargs: Mapping[str, Any]) -> Any:
         step = turns.step
-        step.calls += 1
+        self._count(step)
         turns.calls += 1
         method = getattr(self.module, step.name)
         if step.as_it_is and step.calls >= step.timing.due:
@@ -153,6 +154,8 @@ class CompiledSteps(CompiledMethods):
     def install(self) -> None:
         super().install()
         self._settings.enter_context(results_stay(self.module))
+        if self._device == "cpu":
+            self._settings.callback(keep_freed_memory(self))
 
     @override
     def _method(self, name: str) -> Callable[..., Any]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
-import sys
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_ort.runtime.arena import release_arena
+from lightning_ort.runtime.heap import trim, watch
 
 __all__ = ["Packed", "TensorPool", "address_of", "release_free_memory", "storage_key"]
 
@@ -91,10 +90,8 @@ def release_free_memory() -> None:
     release_arena()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl has not
-        if trim is not None:
-            trim(0)
+    watch()
+    trim()
 
 
 def _references(storage: int) -> int:
