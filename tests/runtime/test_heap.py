@@ -115,8 +115,27 @@ def test_room_in_a_container(rows, room, tmp_path, monkeypatch):
     for name, text in rows.items():
         (tmp_path / name).write_text(text.format(1 << 50) + "\n")
     monkeypatch.setattr(heap, "_CGROUP", tmp_path)
-    monkeypatch.setattr(heap, "_free_of_machine", lambda: 1 << 50)
+    pretend_machine(tmp_path, monkeypatch)
     assert heap._has_room() is room
+
+
+def pretend_machine(folder, monkeypatch, pages=1000, free=1 << 40):
+    """The process has taken so many pages, and so many KiB are free."""
+    (folder / "self").mkdir()
+    (folder / "self" / "statm").write_text(f"{2 * pages} {pages} 7")
+    (folder / "meminfo").write_text(f"MemTotal: {1 << 41} kB\nMemAvailable:   {free} kB\n")
+    monkeypatch.setattr(heap, "_PROC", folder)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_room_of_the_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(heap, "_free_of_group", lambda: float("inf"))
+    pretend_machine(tmp_path, monkeypatch, free=3000)
+    assert not heap._has_room()
+    (tmp_path / "meminfo").write_text("MemTotal: 5 kB\n")
+    assert not heap._has_room()
+    monkeypatch.setattr(heap, "_PROC", tmp_path / "nothing")
+    assert not heap._has_room()
 
 
 PROGRAM = """
