@@ -113,14 +113,17 @@ class StepHook:
         return hooks is None or next(reversed(hooks), None) == self._handles[0].id
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.idle and not torch.compiler.is_compiling():
+        is_traced = torch.compiler.is_compiling()
+        if self.idle and not is_traced:
             self.report.in_torch += 1
             return None
-        return self._prepare(optimizer, args, kwargs, perf_counter())
+        return self._prepare(optimizer, args, kwargs, None if is_traced else perf_counter())
 
     # the update and what it calls are no part of a step's graph
     @torch.compiler.disable
-    def _prepare(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], began: float) -> Any:
+    def _prepare(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], began: float | None
+    ) -> Any:
         self._give_groups_back()  # of a step that has ended before its loop
         if self._mode == "auto" and self._stepper is not None:
             self._choose()
@@ -156,7 +159,7 @@ class StepHook:
             return result
 
         rest = {key: value for key, value in kwargs.items() if key != "closure"}
-        spent = perf_counter() - began
+        spent = 0.0 if began is None else perf_counter() - began
         return (args[0], closure_and_update, *args[2:]), rest
 
     def _give_groups_back(self) -> None:
