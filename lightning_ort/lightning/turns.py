@@ -33,6 +33,8 @@ _ENOUGH = 6
 """calls of data of one size that each has to have had"""
 _CLEAR, _CYCLES = 0.1, 5
 """the share of its time by which the slower way is clearly slower; where neither is, all rows are made so often"""
+_MARGIN = 0.03
+"""the share of its time by which a step may be slower in graphs of ONNX Runtime, and is called in them all the same"""
 _LONG = 0.02
 """seconds of a call to which what surrounds its graphs adds little"""
 _PATIENCE = 400
@@ -151,9 +153,10 @@ class Turns:
         graphs = times[IN_GRAPHS]
         is_long = self._in_rows == _ROW and bool(graphs) and min(graphs) > _LONG
         has_enough = self._in_rows % (_ROW * len(_ORDER)) == 0 and _fewest((self._elements, times)) >= _ENOUGH
+        in_ort = self.step.graphs > self.step.graphs_in_torch
         seconds = [_usual(times[who]) if has_enough else 0.0 for who in _WAYS]
-        all_calm, all_long, all_enough, *seconds = self._means(
-            [self._calm >= self._in_rows, is_long, has_enough, *seconds]
+        all_calm, all_long, all_enough, any_in_ort, *seconds = self._means(
+            [self._calm >= self._in_rows, is_long, has_enough, in_ort, *seconds]
         )
         if all_calm < 1:
             self._are_rows = False
@@ -162,7 +165,9 @@ class Turns:
         elif all_enough == 1:
             is_clear = min(seconds) < (1 - _CLEAR) * max(seconds)
             if is_clear or self._in_rows >= _CYCLES * _ROW * len(_ORDER):
-                choice = Choice.among(dict(zip(_WAYS, seconds, strict=True)), IN_GRAPHS)
+                # there is no reason for graphs that torch runs but their speed
+                margin = _MARGIN if any_in_ort else 0.0
+                choice = Choice.among(dict(zip(_WAYS, seconds, strict=True)), IN_GRAPHS, margin)
                 MEMORY.put(self._key(), choice)
                 self._decide(choice)
 

@@ -185,7 +185,7 @@ class Calls:
     """A step function in which a clock of its own passes."""
 
     def __init__(self, monkeypatch, in_graphs=1.0, as_it_is=2.0, **arguments):
-        self.step, self.now, self.compilations = StepReport("training_step"), 0.0, 1
+        self.step, self.now, self.compilations = StepReport("training_step", graphs=1), 0.0, 1
         self.seconds = {False: in_graphs / 1e3, True: as_it_is / 1e3}
         self.turns = Turns(self.step, lambda: ["a step"], RuntimeConfig(), phases=2, **arguments)
         monkeypatch.setattr(turns, "perf_counter", lambda: self.now)
@@ -226,6 +226,13 @@ def test_what_is_close_is_measured_for_longer(as_it_is, wins, measuring, monkeyp
     """Of two that are alike graphs stay."""
     made = Calls(monkeypatch, 1.0, as_it_is).until_decided()
     assert made == [False] * 16 + ROWS * 5 + [wins]
+
+
+@pytest.mark.parametrize(("as_it_is", "wins"), [(0.99, True), (1.01, False)])
+def test_graphs_that_torch_runs_have_no_margin(as_it_is, wins, measuring, monkeypatch):
+    calls = Calls(monkeypatch, 1.0, as_it_is)
+    calls.step.graphs_in_torch = 1
+    assert calls.until_decided()[-1] is wins
 
 
 def test_a_compilation_begins_the_rows_anew(calls):

@@ -121,9 +121,7 @@ class StepHook:
 
     # the update and what it calls are no part of a step's graph
     @torch.compiler.disable
-    def _prepare(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], began: float | None
-    ) -> Any:
+    def _prepare(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], began: float | None) -> Any:
         self._give_groups_back()  # of a step that has ended before its loop
         if self._mode == "auto" and self._stepper is not None:
             self._choose()
