@@ -27,6 +27,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from torch import nn
 
 from lightning_ort import ORTStrategy
+from lightning_ort.bench.child import peak_memory
 from lightning_ort.bench.machine import described
 from lightning_ort.bench.table import caption, markdown_table
 
@@ -93,8 +94,8 @@ def measure(strategy: str, rows: int, pixels: int, steps: int) -> dict[str, floa
     )  # fmt: skip
     trainer.fit(Images(), Batches(rows, pixels))
     each = [(1e3 * (b[0] - a[0]), b[1] - a[1]) for a, b in itertools.pairwise(ends.ends)][steps // 2 :]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else 1024**2)
-    return {"ms": statistics.median(x[0] for x in each), "pages": statistics.median(x[1] for x in each), "mb": peak}
+    ms, pages = (statistics.median(values) for values in zip(*each, strict=True))
+    return {"ms": ms, "pages": pages, "mb": peak_memory() / 1e6}
 
 
 def _in_a_process(way: tuple[str, str], options: argparse.Namespace) -> dict[str, float]:

@@ -10,15 +10,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from lightning_ort.errors import RankError
 
-__all__ = ["Ranks", "is_of_transport", "means_over_ranks"]
+__all__ = ["Ranks", "is_of_transport"]
 
 _BEAT = 0.5
 """seconds between two signs of life"""
@@ -151,13 +149,6 @@ class Ranks:
                 )
             time.sleep(_BEAT / 2)
         return None
-
-
-def means_over_ranks(numbers: Sequence[float]) -> list[float]:
-    """The means of ``numbers``, one by one, over all processes of torch's default group: a collective, on CPUs."""
-    sums = torch.tensor([float(x) for x in numbers], dtype=torch.float64)
-    dist.all_reduce(sums)
-    return (sums / dist.get_world_size()).tolist()
 
 
 def is_of_transport(error: BaseException) -> bool:

@@ -19,13 +19,12 @@ from typing_extensions import override
 from lightning_ort.compiler.autograd import hand_out, node_of_loss
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.executors.executable import timed_in_torch
-from lightning_ort.distributed.ranks import means_over_ranks
 from lightning_ort.lightning.compiled import CompiledMethods
 from lightning_ort.lightning.logged import LogRecorder, logged_so_far, results_stay
 from lightning_ort.lightning.precision import ORTPrecision
 from lightning_ort.lightning.turns import Turns, alone
 from lightning_ort.lightning_packages import everywhere, overrides, package_of, pl
-from lightning_ort.report import Report, timeline
+from lightning_ort.report import Report, StepReport, timeline
 from lightning_ort.runtime.heap import keep_freed_memory
 
 __all__ = ["CompiledSteps"]
@@ -82,19 +81,17 @@ class CompiledSteps(CompiledMethods):
         turns = self._turns[name] if name in self._turns else self._begin_turns(name)
         if turns is None or self._running is not None or (turns.decided and not turns.step.as_it_is):
             return super().__call__(name, *args, **kwargs)
-        if turns.rest:
-            return self._as_it_is(turns, args, kwargs)
-        trained = sum(p.requires_grad for o in self._optimizers for group in o.param_groups for p in group["params"])
-        as_it_is = turns.next((args, kwargs), self._observer.compilations, trained)
+        as_it_is = turns.rest or turns.next((args, kwargs), self._observer.compilations, self._trained())
+        turns.calls += 1
         self._undecided, began = None if turns.decided else turns, perf_counter()
-        if as_it_is:
-            result = self._as_it_is(turns, args, kwargs)
-        else:
-            turns.calls += 1
-            result = super().__call__(name, *args, **kwargs)
+        result = self._as_it_is(turns.step, args, kwargs) if as_it_is else super().__call__(name, *args, **kwargs)
         if not turns.decided:
             turns.note(began)
         return result
+
+    def _trained(self) -> int:
+        """How many parameters are."""
+        return sum(p.requires_grad for o in self._optimizers for group in o.param_groups for p in group["params"])
 
     def leaves(self, name: str) -> bool:
         """Whether the call of ``name`` that begins, which is counted then, is Lightning's own to make."""
@@ -106,7 +103,6 @@ class CompiledSteps(CompiledMethods):
             return False
         self._count(step)
         turns.calls += 1
-        self._loss_node = None
         return True
 
     def _begin_turns(self, name: str) -> Turns | None:
@@ -122,16 +118,17 @@ class CompiledSteps(CompiledMethods):
                 called = type(module).__module__, type(module).__qualname__
                 return [called, shapes, trainer.precision, trainer.world_size]
 
+            def means(numbers: Sequence[float]) -> list[float]:
+                mine = torch.tensor([float(x) for x in numbers], dtype=torch.float64)
+                return strategy.reduce(mine, reduce_op="mean").tolist()
+
             phases = 2 if name == "training_step" and module.automatic_optimization else 1
-            means = alone if trainer.world_size == 1 else means_over_ranks
-            turns = Turns(step, parts, self._backend.config, phases, means)
+            turns = Turns(step, parts, self._backend.config, phases, alone if trainer.world_size == 1 else means)
         self._turns[name] = turns
         return turns
 
-    def _as_it_is(self, turns: Turns, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        step = turns.step
+    def _as_it_is(self, step: StepReport, args: Any, kwargs: Mapping[str, Any]) -> Any:
         self._count(step)
-        turns.calls += 1
         method = getattr(self.module, step.name)
         if step.as_it_is and step.calls >= step.timing.due:
             self._begin_timing(step)

@@ -267,10 +267,15 @@ class ORTStrategy(EngineOptions, OnDevices):
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
-    def _call(self, name: str, context: contextlib.AbstractContextManager[None], *args: Any, **kwargs: Any) -> Any:
-        assert self._steps is not None and self.lightning_module is not None
+    def _call(
+        self, name: str, context: Callable[[], contextlib.AbstractContextManager[None]], *args: Any, **kwargs: Any
+    ) -> Any:
+        assert self._steps is not None, "the strategy is not set up"
+        assert self.lightning_module is not None
+        if self._steps.leaves(name):
+            return getattr(super(), name)(*args, **kwargs)
         self._restoring = None
-        with context:
+        with context():
             if self.model is self.lightning_module:
                 return self._steps(name, *args, **kwargs)
             step = functools.partial(self._steps, name)
@@ -278,35 +283,24 @@ class ORTStrategy(EngineOptions, OnDevices):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._steps is not None, "the strategy is not set up"
-        if self._steps.leaves("training_step"):
-            return super().training_step(*args, **kwargs)
-        output = self._call("training_step", self.precision_plugin.train_step_context(), *args, **kwargs)
+        output = self._call("training_step", self.precision_plugin.train_step_context, *args, **kwargs)
         # with several devices, what reduces gradients waits for them in autograd
         if self.model is self.lightning_module:
+            assert self._steps is not None
             self._steps.note_loss(output)
         return output
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._steps is not None, "the strategy is not set up"
-        if self._steps.leaves("validation_step"):
-            return super().validation_step(*args, **kwargs)
-        return self._call("validation_step", self.precision_plugin.val_step_context(), *args, **kwargs)
+        return self._call("validation_step", self.precision_plugin.val_step_context, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._steps is not None, "the strategy is not set up"
-        if self._steps.leaves("test_step"):
-            return super().test_step(*args, **kwargs)
-        return self._call("test_step", self.precision_plugin.test_step_context(), *args, **kwargs)
+        return self._call("test_step", self.precision_plugin.test_step_context, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._steps is not None, "the strategy is not set up"
-        if self._steps.leaves("predict_step"):
-            return super().predict_step(*args, **kwargs)
-        return self._call("predict_step", self.precision_plugin.predict_step_context(), *args, **kwargs)
+        return self._call("predict_step", self.precision_plugin.predict_step_context, *args, **kwargs)
 
     @override
     def optimizer_step(

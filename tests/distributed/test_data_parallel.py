@@ -149,7 +149,7 @@ def test_calls_in_turns(of_two, fit):
     first, second = (rank["in turns"][fit] for rank in of_two)
     assert first["ways"] == second["ways"]
     assert first["turns"] == second["turns"] == {"graphs": 1.5, "eager": 1.25}
-    assert len(first["ways"]) == 72 and all(first["ways"][-8:]) and not any(first["ways"][:16])
+    assert len(first["ways"]) == 104 and all(first["ways"][-8:]) and not any(first["ways"][:16])
     measured = fit != "again"
     assert [bool(rank["measured"]) for rank in (first, second)] == [measured, measured]
     assert_ranks_equal([first["ort"], second["ort"]])

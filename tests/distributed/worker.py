@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lightning_ort import ORTPrecision, ORTStrategy
 from lightning_ort.distributed import adasum, adasum_hook
 from lightning_ort.lightning.steps import CompiledSteps
-from lightning_ort.lightning.turns import Turns
+from lightning_ort.report import StepReport
 
 STEPS = 50
 
@@ -299,9 +299,9 @@ class Ways(Callback):
         """A block in which calls are noted."""
         as_it_is, leaves = CompiledSteps._as_it_is, CompiledSteps.leaves
 
-        def noted(steps: CompiledSteps, turns: Turns, *args: Any) -> Any:
-            self.now = turns.step.name == "training_step"
-            return as_it_is(steps, turns, *args)
+        def noted(steps: CompiledSteps, step: StepReport, *args: Any) -> Any:
+            self.now = step.name == "training_step"
+            return as_it_is(steps, step, *args)
 
         def left(steps: CompiledSteps, name: str) -> bool:
             found = leaves(steps, name)
@@ -324,8 +324,8 @@ def in_turns(folder: Path) -> dict[str, Any]:
     fits = {
         "images": (Images, {}),  # what is logged by all waits for what is gathered, or the other way round
         "synced": (Images, {}),
-        "adversaries": (Adversaries, {"unused": True, "max_steps": 144}),
-        "accumulated": (Text, {"accumulate_grad_batches": 2, "max_steps": 36}),
+        "adversaries": (Adversaries, {"unused": True, "max_steps": 208}),
+        "accumulated": (Text, {"accumulate_grad_batches": 2, "max_steps": 52}),
         "again": (Images, {}),
         "known to one": (Images, {}),
     }
@@ -336,11 +336,11 @@ def in_turns(folder: Path) -> dict[str, Any]:
                 os.environ["LIGHTNING_ORT_CACHE_DIR"] = str(folder / "another")
             ways, pretended.call_count = Ways(), 0
             with mock.patch.object(turns, "_usual", pretended), ways.noting():
-                flags = {"max_steps": 72, "callbacks": [ways]} | flags
+                flags = {"max_steps": 104, "callbacks": [ways]} | flags
                 found[name] = synced(**flags) if name == "synced" else compared(kind, **flags)
             found[name] |= {"ways": ways.seen, "turns": ways.turns, "measured": pretended.call_count}
     contest.MEMORY.forget()
-    found["synced"]["in graphs"] = synced(max_steps=72)["ort"]
+    found["synced"]["in graphs"] = synced(max_steps=104)["ort"]
     return found
 
 

@@ -43,6 +43,36 @@ def test_what_is_faster_stays(one, many, stays):
 
 
 @pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(("before", "after", "stays"), [(0.0, 0.0, 1), (1.5, 0.0, 2), (0.5, 0.4, 1)])
+def test_what_one_thread_takes_around_it_counts(before, after, stays):
+    """Of an update of 1 second on one thread, and 2 on all; what comes after it is on the clock of both."""
+    threads, used = UpdateThreads(Clock(1.0, 2.0)), []
+    for _ in range(30):
+        threads.begin(before)
+        used.append(torch.get_num_threads())
+        threads.end(after)
+    assert set(used[20:]) == {stays}
+
+
+def test_one_thread_leaves_nothing_to_find_out():
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        optimizer = optim.AdamW(nn.Linear(3, 2).parameters(), fused=True)
+        report = OptimizerReport("AdamW")
+        hook = StepHook(
+            optimizer, "auto", RuntimeConfig(), verify=True, refuse=False, report=report, announce=lambda text: None
+        )
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad = torch.ones_like(p)
+        for _ in range(3):
+            optimizer.step()
+        assert hook.idle and report.in_torch == 3
+    finally:
+        torch.set_num_threads(threads_before)
+
+
+@pytest.mark.usefixtures("two_threads")
 def test_an_update_that_raises_gives_the_threads_back():
     threads = UpdateThreads(Clock(1.0, 2.0))
     threads.begin()

@@ -177,7 +177,6 @@ class Looking(Callback):
             raise self.error
 
 
-@needs_glibc
 def test_while_a_trainer_fits(calls):
     looking = Looking()
     fit(Classifier, table, table, strategy=ORTStrategy(print_report=False), callbacks=lambda: [looking], max_steps=3)
