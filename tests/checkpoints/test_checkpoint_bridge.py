@@ -45,7 +45,7 @@ class Torch(ORTStrategy):
     """The strategy's way with checkpoints, without anything compiled."""
 
     def _call(self, name, context, *args, **kwargs):
-        with context:
+        with context():
             return getattr(self.lightning_module, name)(*args, **kwargs)
 
     def optimizer_step(self, *args, **kwargs):
