@@ -12,6 +12,11 @@ from torch import fx
 from torch._guards import TracingContext, tracing
 
 from lightning_ort.compiler.eager_graph import EagerGraph
+from lightning_ort.compiler.executors.channels_last import (
+    CHANNELS_LAST,
+    ChannelsLastExecutable,
+    gains_by_channels_last,
+)
 from lightning_ort.compiler.executors.executable import Executable
 from lightning_ort.compiler.executors.onnxruntime import ONE_THREAD, ORTExecutable
 from lightning_ort.compiler.executors.torch import TorchExecutable
@@ -102,6 +107,7 @@ class Compilation:
         self._name, self._scaled, self._verify = name, scaled, verify
         self._context = TracingContext.get()
         self.keeping: Keeping | None = None
+        self._gains_by_channels_last = False
 
     def make(self, executor: str, derivative: Derivative, differentiated: Sequence[int]) -> Executable | Pair:
         """Compile for ``executor``: a pair if gradients arrive from outside.
@@ -114,8 +120,8 @@ class Compilation:
             return self._make(executor, derivative, differentiated)
 
     def rivals(self, unit: Executable | Pair) -> list[str]:
-        """Executors that may be faster than ``unit``, which ONNX Runtime runs."""
-        names = ["torch"]
+        """Executors that may be faster than ``unit``, which ONNX Runtime runs, the most promising first."""
+        names = [CHANNELS_LAST, "torch"] if self._gains_by_channels_last else ["torch"]
         if self._sessions.placement == "fastest+inductor":
             names.append("inductor")
         if self._sessions.may_take_one_thread and any(graph.is_threaded for graph in unit.graphs):
@@ -135,6 +141,7 @@ class Compilation:
             traced = self._trace(derivative, differentiated, native=native)
             spare = None if key is None else copied(traced)
         self._keep(traced, derivative)
+        self._gains_by_channels_last = gains_by_channels_last(traced)
         unit = self._unit(executor, traced, derivative)
         # what was assumed of open sizes on the way is known to the guards of this region only
         if key is not None and spare is not None and size_facts(self._context.fake_mode) == facts:
@@ -161,6 +168,8 @@ class Compilation:
             return ORTExecutable(traced, self._sessions, extra)
         if executor == ONE_THREAD:
             return ORTExecutable(traced, self._sessions.on_one_thread(), extra, executor)
+        if executor == CHANNELS_LAST and gains_by_channels_last(traced):
+            return ChannelsLastExecutable(traced, self._sessions.device, extra)
         # importing inductor takes longer than a small fit
         kind = _inductor() if executor == "inductor" else TorchExecutable
         return kind(traced, self._sessions.device, extra)

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from lightning_ort._version import __version__
+from lightning_ort.compiler.executors.channels_last import CHANNELS_LAST
 from lightning_ort.compiler.executors.onnxruntime import ONE_THREAD
 from lightning_ort.compiler.global_state import Surroundings
 from lightning_ort.compiler.symbolic_shapes import hint
@@ -30,7 +31,7 @@ __all__ = ["MEMORY", "Choice", "Contest", "Key", "Memory", "learns", "measures",
 
 _log = logging.getLogger(__name__)
 
-_EXECUTORS = {"onnxruntime", ONE_THREAD, "torch", "inductor", "eager", "graphs"}
+_EXECUTORS = {"onnxruntime", ONE_THREAD, "torch", CHANNELS_LAST, "inductor", "eager", "graphs"}
 
 _BUDGET = 0.15
 """seconds after which no further round of a race begins"""
@@ -179,10 +180,12 @@ class Contest(Generic[Unit]):
             _log.debug("Nothing was measured", exc_info=error)
             return None
         is_long = seconds["onnxruntime"] > _LONG
-        hopeless = {"torch"} if seconds["eager"] > _PROMISING * seconds["onnxruntime"] else set()
+        hopeless = {"torch", CHANNELS_LAST} if seconds["eager"] > _PROMISING * seconds["onnxruntime"] else set()
         if is_long:  # a second thread is waited for in vain only where there is little for it to do
             hopeless.add(ONE_THREAD)
         for name, make in self._rivals.items():
+            if name == "torch" and is_long and seconds.get(CHANNELS_LAST, math.inf) < seconds["eager"]:
+                hopeless.add(name)  # long runs in the usual layout take what eager takes, but for a few percent
             if name not in hopeless:
                 # what ONNX Runtime can and another cannot is no reason to stop
                 try:

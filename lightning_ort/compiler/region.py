@@ -135,7 +135,7 @@ class Region:
         self._contest = None
         if not measures(self._sessions.config, self.device):
             placement = self._sessions.placement
-            self._choose(make(placement if placement in ("torch", "inductor") else "onnxruntime"))
+            self._choose(make("onnxruntime" if self._sessions.config.by_speed else placement))
             return
         kind = f"{derivative.value} {list(differentiated)} {self.scaling is not None}"
         key = Key.of(self.graph, self._fakes, kind, self._surroundings, self._sessions.config)

@@ -34,7 +34,7 @@ class EngineOptions:
         providers: Sequence[str] | None,
         provider_options: Sequence[Mapping[str, Any]] | Mapping[str, Mapping[str, Any]] | None,
         session_options: onnxruntime.SessionOptions | Mapping[str, Any] | None,
-        placement: Literal["fastest", "fastest+inductor", "onnxruntime", "torch", "inductor"],
+        placement: Literal["fastest", "fastest+inductor", "onnxruntime", "torch", "torch-channels-last", "inductor"],
         on_unsupported: Literal["torch", "error"],
         verify: bool,
         optimizer: Literal["auto", "torch", "ort"],

@@ -66,7 +66,9 @@ class ORTFabricStrategy(EngineOptions, Devices):
         providers: Sequence[str] | None = None,
         provider_options: Sequence[Mapping[str, Any]] | Mapping[str, Mapping[str, Any]] | None = None,
         session_options: onnxruntime.SessionOptions | Mapping[str, Any] | None = None,
-        placement: Literal["fastest", "fastest+inductor", "onnxruntime", "torch", "inductor"] = "fastest",
+        placement: Literal[
+            "fastest", "fastest+inductor", "onnxruntime", "torch", "torch-channels-last", "inductor"
+        ] = "fastest",
         on_unsupported: Literal["torch", "error"] = "torch",
         verify: bool = True,
         optimizer: Literal["auto", "torch", "ort"] = "auto",

@@ -64,8 +64,9 @@ class ORTStrategy(EngineOptions, OnDevices):
             ``Trainer(deterministic=True)``, on a GPU, or if the environment variable ``LIGHTNING_ORT_MEASURE`` is 0:
             then rules of the graph alone move large convolutions to torch. ``"onnxruntime"`` leaves to torch only what
             ONNX Runtime cannot run; ``"torch"`` runs the graphs of all steps in torch, with its own kernels, 16-bit
-            ones among them, and no ONNX Runtime; ``"inductor"`` has torch's compiler make one C++ function of each,
-            which takes long and needs a C++ compiler; ``"fastest+inductor"`` measures all three.
+            ones among them, and no ONNX Runtime; ``"torch-channels-last"`` does with images in that memory format,
+            which convolutions are faster in; ``"inductor"`` has torch's compiler make one C++ function of each, which
+            takes long and needs a C++ compiler; ``"fastest+inductor"`` measures that as well.
         on_unsupported: ``"torch"`` runs in torch what ONNX Runtime cannot and reports it; ``"error"`` raises
             :class:`~lightning_ort.errors.UnsupportedError`.
         verify: check the first run of each graph against torch and raise
@@ -105,7 +106,9 @@ class ORTStrategy(EngineOptions, OnDevices):
         providers: Sequence[str] | None = None,
         provider_options: Sequence[Mapping[str, Any]] | Mapping[str, Mapping[str, Any]] | None = None,
         session_options: onnxruntime.SessionOptions | Mapping[str, Any] | None = None,
-        placement: Literal["fastest", "fastest+inductor", "onnxruntime", "torch", "inductor"] = "fastest",
+        placement: Literal[
+            "fastest", "fastest+inductor", "onnxruntime", "torch", "torch-channels-last", "inductor"
+        ] = "fastest",
         on_unsupported: Literal["torch", "error"] = "torch",
         verify: bool = True,
         print_report: bool = True,

@@ -44,7 +44,7 @@ class GraphReport:
 
     Attributes:
         executor: who runs it: ``"onnxruntime"``, ``"onnxruntime-one-thread"``, ``"torch"`` (as one graph),
-            ``"inductor"``, or ``"eager"`` (torch, as it would without this package).
+            ``"torch-channels-last"``, ``"inductor"``, or ``"eager"`` (torch, as it would without this package).
         why: why that one does, in words.
         part: ``"forward"`` or ``"backward"`` where gradients have a graph of their own; else empty.
         gradients: whether it computes gradients.

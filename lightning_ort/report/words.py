@@ -21,6 +21,7 @@ EXECUTORS = {
     "onnxruntime": "ONNX Runtime",
     "onnxruntime-one-thread": "ONNX Runtime on one thread",
     "torch": "torch",
+    "torch-channels-last": "torch (channels last)",
     "inductor": "inductor",
     "eager": "eager",
 }

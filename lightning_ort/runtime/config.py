@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Placement", "RuntimeConfig"]
 
-Placement = Literal["fastest", "fastest+inductor", "onnxruntime", "torch", "inductor"]
+Placement = Literal["fastest", "fastest+inductor", "onnxruntime", "torch", "torch-channels-last", "inductor"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +37,9 @@ class RuntimeConfig:
             ``intra_op_num_threads``) and configuration keys (such as ``session.intra_op.allow_spinning``) to values.
         placement: ``"fastest"`` runs each graph where it takes less time, in ONNX Runtime or in torch;
             ``"fastest+inductor"`` has inductor take part, which takes long to compile and needs a C++ compiler;
-            ``"onnxruntime"`` leaves to torch only the operators that ONNX Runtime cannot run; ``"torch"`` and
-            ``"inductor"`` run all of them, natively or compiled to C++.
+            ``"onnxruntime"`` leaves to torch only the operators that ONNX Runtime cannot run; ``"torch"``,
+            ``"torch-channels-last"`` and ``"inductor"`` run all of them, natively, with images in that memory format,
+            or compiled to C++.
         measure: for ``"fastest"``, run graphs of the CPU in ONNX Runtime and in torch to see where they take less time;
             otherwise rules of the graph alone move operators to torch whose kernels there are the faster ones.
         on_session: called with each session and its serialized model, for debugging.

@@ -236,7 +236,7 @@ def check(seed: int, length: int = 6) -> str | None:
     for _ in calls:
         torch.manual_seed(0)
         networks.append(kind().double())
-    options = {"verify": seed % 2 == 0, "placement": rng.choice(["fastest", "torch"])}
+    options = {"verify": seed % 2 == 0, "placement": rng.choice(["fastest", "torch", "torch-channels-last"])}
     functions = [networks[0], torch.compile(networks[1], backend="lightning_ort", options=options)]
     # of plain torch.compile, Dynamo takes no notice of hooks that come later
     with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):

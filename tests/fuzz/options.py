@@ -350,7 +350,7 @@ OPTIONAL_SESSION = {
     )
 }
 PLACES = one_of("fastest", "onnxruntime")
-EXECUTORS = one_of("fastest", "onnxruntime", "torch")
+EXECUTORS = one_of("fastest", "onnxruntime", "torch", "torch-channels-last")
 
 DOORS: dict[str, Door] = {
     "AdamConfig": Door(

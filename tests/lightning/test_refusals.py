@@ -145,7 +145,7 @@ def test_provider_that_is_not_there(provider):
     ("arguments", "match"),
     [
         ({"on_unsupported": "ignore"}, "on_unsupported"),
-        ({"placement": "eager"}, "placement='eager'.*'torch' or 'inductor'"),
+        ({"placement": "eager"}, "placement='eager'.*'torch', 'torch-channels-last' or 'inductor'"),
         ({"providers": []}, "providers"),
         ({"providers": "CPUExecutionProvider"}, "providers"),
         ({"providers": ["CPUExecutionProvider"], "provider_options": [{}, {}]}, "provider_options"),

@@ -42,6 +42,11 @@ class Results:
         """In the order of what :meth:`Executable.run` gives."""
         return [*self.others, *self.own]
 
+    def replaced(self, nodes: Mapping[fx.Node, fx.Node]) -> Results:
+        """The same with others in the place of those ``nodes``."""
+        others, own = ([nodes.get(n, n) for n in part] for part in (self.others, self.own))
+        return dataclasses.replace(self, others=others, own=own)
+
 
 class Account:
     """What is told of a graph, whoever runs it.
