@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from parity import assert_same_outcome, fit
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ort import ORTStrategy
@@ -72,7 +73,21 @@ class ManyWeights(nn.Module):
         return self.second(F.max_pool2d(F.relu(self.first(x)), 8))
 
 
+class Grey(nn.Module):
+    """One channel at first, then ones that are no vectors of torch's normalizations."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(1, 12, 3, padding=1, bias=False), nn.BatchNorm2d(12)
+        self.second, self.group = nn.Conv2d(12, 20, 3), nn.GroupNorm(4, 20)
+
+    def forward(self, x):
+        h = F.max_pool2d(F.relu(self.norm(self.first(x))), 2)
+        return F.adaptive_avg_pool2d(F.relu(self.group(self.second(h))), 1).flatten(1)
+
+
 NETWORKS = {
+    "grey": (Grey, lambda n: torch.randn(n, 1, 16, 16)),
     "unet": (UNet, lambda n: torch.randn(n, 3, 16, 16)),
     "volumes": (Volumes, lambda n: torch.randn(n, 2, 8, 8, 8)),
     "many weights": (ManyWeights, lambda n: torch.randn(n, 3, 16, 16)),
@@ -127,6 +142,39 @@ def test_as_eager(name, autocast, users):
             allowed = 3 * (b - true).abs().max() + 1e-2 * largest if autocast else 2e-5 * largest
             assert (a - true).abs().max() <= allowed
     assert {g.executor for g in graphs} == {LAST}
+
+
+class Layouts(TorchDispatchMode):
+    """Notes which operators read images with the channels last, and which do not."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.usual = set(), set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for x in args[:2]:
+            if isinstance(x, torch.Tensor) and x.dim() == 4 and min(x.shape) > 1:
+                (self.last if x.stride(1) == 1 else self.usual).add(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def test_images_lie_as_it_is_fast(monkeypatch):
+    """What convolutions give goes on with its channels last, but for normalizations of odd numbers of channels."""
+    net = Grey()
+    step, graphs = compiled(lambda x: net(x).square().mean())
+    x, inputs = torch.randn(4, 1, 16, 16), []
+    step(x).backward()
+    run = graphs[0].run
+    monkeypatch.setattr(graphs[0], "run", lambda args: inputs.append(args) or run(args))
+    step(x).backward()
+    with Layouts() as seen:  # Dynamo leaves alone what runs in a mode
+        run(inputs[0])
+    last = {"convolution", "convolution_backward", "max_pool2d_with_indices", "relu", "threshold_backward"}
+    norms = {"_native_batch_norm_legit_functional", "native_batch_norm_backward"}
+    norms |= {"native_group_norm", "native_group_norm_backward"}
+    assert last <= seen.last and norms <= seen.usual
+    assert not seen.usual & (last - {"convolution", "convolution_backward"})  # these read weights as well
+    assert not seen.last & norms
 
 
 def test_gradients_of_several_outputs():

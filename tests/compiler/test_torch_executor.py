@@ -125,6 +125,51 @@ def test_operators_are_torchs_own(monkeypatch):
     } <= names
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((2, 3, 5), {"scale_factor": 2.0, "mode": "nearest"}),
+        ((2, 3, 5), {"scale_factor": 1.7, "mode": "linear"}),
+        ((2, 3, 5, 6), {"scale_factor": 2.5, "mode": "nearest-exact"}),
+        ((2, 3, 5, 6), {"size": (7, 4), "mode": "bilinear", "align_corners": True}),
+        ((2, 3, 5, 6), {"scale_factor": (1.5, 2.0), "mode": "bilinear", "recompute_scale_factor": True}),
+        ((2, 3, 5, 6), {"scale_factor": 0.5, "mode": "bilinear", "antialias": True}),
+        ((2, 3, 5, 6), {"size": (4, 9), "mode": "bicubic"}),
+        ((2, 3, 4, 5, 7), {"scale_factor": 2.0, "mode": "trilinear"}),
+    ],
+    ids=lambda value: value["mode"] if isinstance(value, dict) else None,
+)
+def test_interpolation_has_its_kernel(monkeypatch, shape, options, dynamic):
+    """torch's way of tracing it writes it out in twenty operators; eager's kernel is in the graph, for all sizes."""
+    from lightning_ort.compiler.executors import torch as executor
+
+    seen = []
+    generate = executor.generate
+    monkeypatch.setattr(
+        executor, "generate", lambda module, *rest: seen.extend(module.graph.nodes) or generate(module, *rest)
+    )
+
+    def function(x):
+        return F.interpolate(x * 2, **options).square().sum()
+
+    graphs = []
+    backend = ORTBackend(RuntimeConfig(placement="torch"), on_graph=graphs.append, on_unsupported="error")
+    step = torch.compile(function, backend=backend, dynamic=dynamic)
+    for more in (0, 3, 1) if dynamic else (0,):
+        x = torch.randn(shape[0] + more, *shape[1:-1], shape[-1] + more)
+        gradients = []
+        for f in (step, function):
+            leaf = x.clone().requires_grad_()
+            f(leaf).backward()
+            gradients.append(leaf.grad)
+        assert torch.equal(*gradients)
+    assert len(graphs) == 1
+    names = [str(n.target) for n in seen if "upsample" in str(n.target)]
+    assert [name.endswith("_backward.default") for name in names] == [False, True]
+    assert not any("index" in str(n.target) for n in seen)
+
+
 def test_results_are_alone():
     """Nobody who changes what a step gave disturbs weights, other results or later runs, and the other way round."""
     weight, bias = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))

@@ -12,10 +12,24 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey
 
+# A fake of an image says how it lies as the image would; there is no public name for it.
+from torch._prims_common import suggest_memory_format
+
 # Nodes tell what call they are written for, as those of torch's own rewritings do; there is no public name for it.
 from torch.fx.experimental.proxy_tensor import set_original_aten_op
 
-__all__ = ["DECOMPOSITIONS", "KEPT", "composes", "composites", "decomposes", "keeps", "refuse_unless"]
+__all__ = [
+    "DECOMPOSITIONS",
+    "KEPT",
+    "composes",
+    "composites",
+    "decomposes",
+    "keeps",
+    "keeps_if_native",
+    "refuse_unless",
+]
+
+aten = torch.ops.aten
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
 KEPT: set[Any] = set()
@@ -73,6 +87,38 @@ def composes(*overloads: Any, native: bool = False) -> Callable[[Callable[..., A
     return register
 
 
+_NATIVE_ONLY: dict[Any, Callable[..., Any] | None] = {}
+
+
+def keeps_if_native(packet: Any, sizes: Callable[..., tuple[Any, Any]]) -> None:
+    """Call the kernel of an interpolation in graphs that keep torch's own operators.
+
+    It has a gradient, and takes a fraction of the time of what torch's way of tracing it writes out.
+
+    Args:
+        packet: its overloads.
+        sizes: output sizes and scale factors, from an image and those of the ``vec`` overload.
+    """
+
+    def vec(x: Tensor, output_size: Any, *rest: Any) -> Any:
+        *align, factors = rest
+        out, scales = sizes(x, output_size, factors)
+        return packet.default(x, out, *align, *scales)
+
+    _NATIVE_ONLY[packet.vec], _NATIVE_ONLY[packet.default] = vec, None
+    _FAKES[packet.default] = lambda x, output_size, *rest: _like([*x.shape[:2], *output_size], x)
+    backward = getattr(aten, f"{packet.__name__}_backward").default
+    _FAKES[backward] = lambda incoming, output_size, input_size, *rest: _like(input_size, incoming)
+
+
+_FAKES: dict[Any, Callable[..., Tensor]] = {}
+"""What tells the sizes of results where sizes may be open, which torch's own of some interpolations does not take."""
+
+
+def _like(sizes: Sequence[Any], image: Tensor) -> Tensor:
+    return torch.empty(sizes, dtype=image.dtype, device=image.device, memory_format=suggest_memory_format(image))
+
+
 def _has_complex(args: Sequence[Any]) -> bool:
     flat = itertools.chain.from_iterable(a if isinstance(a, (list, tuple)) else [a] for a in args)
     return any(isinstance(a, Tensor) and a.dtype.is_complex for a in flat)
@@ -81,12 +127,22 @@ def _has_complex(args: Sequence[Any]) -> bool:
 @contextlib.contextmanager
 def composites(*, native: bool = False) -> Iterator[None]:
     """Have the Python dispatcher call the registered functions; ``native``: those registered as such."""
-    chosen = {o: f for o, f in _COMPOSITES.items() if not native or o in _NATIVE}
+    chosen: dict[Any, Callable[..., Any] | None] = {**_COMPOSITES}
+    if native:
+        chosen = {**{o: f for o, f in _COMPOSITES.items() if o in _NATIVE}, **_NATIVE_ONLY}
     before = {overload: dict(overload.py_kernels) for overload in chosen}
     for overload, function in chosen.items():
         for key in _keys(overload):
-            overload.py_kernels[key] = _or_torch(overload, function, before[overload].get(key))
+            if function is None:
+                overload.py_kernels.pop(key, None)
+            else:
+                overload.py_kernels[key] = _or_torch(overload, function, before[overload].get(key))
         overload._dispatch_cache.clear()
+    if native:
+        for overload, fake in _FAKES.items():
+            before.setdefault(overload, dict(overload.py_kernels))
+            overload.py_kernels[DispatchKey.Meta] = fake
+            overload._dispatch_cache.clear()
     try:
         yield
     finally:
@@ -116,9 +172,6 @@ def _or_torch(overload: Any, function: Callable[..., Any], torch_kernel: Callabl
             return overload(*args, **kwargs)
 
     return kernel
-
-
-aten = torch.ops.aten
 
 
 def refuse_unless(condition: Tensor, message: str) -> None:

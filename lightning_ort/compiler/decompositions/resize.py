@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_ort.compiler.decompositions.registry import composes
+from lightning_ort.compiler.decompositions.registry import composes, keeps_if_native
 
 aten = torch.ops.aten
 
@@ -147,7 +147,17 @@ def _sizes(x: Tensor, output_size: Sequence[Any] | None, factors: Sequence[float
     return [math.floor(s * f) for s, f in zip(spatial, factors, strict=True)], factors
 
 
+def _open_sizes(x: Tensor, output_size: Sequence[Any] | None, factors: Sequence[float] | None) -> tuple[Any, Any]:
+    """The same where sizes are open."""
+    sizes, scales = _sizes(x, output_size, factors)
+    if output_size is None and not all(isinstance(s, int) for s in sizes):
+        sizes = [torch.sym_int(s * f) for s, f in zip(sizes, scales, strict=True)]
+    return sizes, scales
+
+
 def _register_nearest(packet: Any, offset: float) -> None:
+    keeps_if_native(packet, _open_sizes)
+
     @composes(packet.vec)
     def vec(x: Tensor, output_size: Any, scale_factors: Any) -> Any:
         return _repeated(x, *_sizes(x, output_size, scale_factors), offset)
@@ -158,6 +168,8 @@ def _register_nearest(packet: Any, offset: float) -> None:
 
 
 def _register_aligned(packet: Any, make: Callable[[bool], Weights]) -> None:
+    keeps_if_native(packet, _open_sizes)
+
     @composes(packet.vec)
     def vec(x: Tensor, output_size: Any, align_corners: bool, scale_factors: Any) -> Any:
         return _resized(x, *_sizes(x, output_size, scale_factors), make(align_corners))

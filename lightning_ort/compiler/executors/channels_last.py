@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -33,7 +34,7 @@ def gains_by_channels_last(traced: Traced) -> bool:
     What reads memory by address would read other entries; a result that is not contiguous would lie otherwise.
     """
     nodes = traced.graph.nodes
-    formats = {_best_format(n, images) for n in nodes if (images := _images(n))}
+    formats = {layout[1] for n in nodes if (layout := _layout(n))}
     if formats <= {torch.contiguous_format} or any(n.target in _BY_ADDRESS for n in nodes):
         return False
     return all(_format(n) is not None for n in _results(traced))
@@ -51,55 +52,121 @@ class ChannelsLastExecutable(TorchExecutable):
     executor = CHANNELS_LAST
 
     def _compile(self, traced: Traced, results: Results) -> None:
-        _lay_out(traced.graph)
+        _Layout(traced.graph)
         super()._compile(traced, results.replaced(_as_in_eager(traced)))
 
 
-def _images(node: fx.Node) -> list[int]:
-    """Positions of the images among the arguments of a convolution or its gradient, and of its weight at the end."""
-    if node.target is aten.convolution.default:
-        positions = [0, 1]
-    elif node.target is aten.convolution_backward.default:
-        positions = [0, 1, 2]
-    else:
-        return []
-    fake = node.args[0].meta["val"]
-    return positions if fake.dim() in _FORMATS and fake.dtype.itemsize <= 4 else []
+_CONVOLUTIONS = {aten.convolution.default: (0, 1), aten.convolution_backward.default: (0, 1, 2)}
+"""To the positions of their images, and of their weight at the end."""
+
+_NORMALIZATIONS = {
+    aten._native_batch_norm_legit_functional.default: (0,), aten.native_batch_norm_backward.default: (0, 1),
+    aten.native_group_norm.default: (0,), aten.native_group_norm_backward.default: (0, 1),
+}  # fmt: skip
+"""To the positions of their images."""
+
+_VECTOR = 16
+"""Channels that torch's kernels of normalizations take at once; for what is left over they take ten times as long."""
 
 
-def _best_format(node: fx.Node, images: Sequence[int]) -> torch.memory_format:
-    """The layout for a convolution with those ``images``.
+def _layout(node: fx.Node) -> tuple[Sequence[int], torch.memory_format] | None:
+    """Positions of arguments of ``node`` that should lie in a certain way, and that way.
 
-    It is the usual one where there are as many weights: they are brought into the layout, and their gradients out of
-    it, in each run.
+    Convolutions with about as many weights as images keep the usual one: weights are brought into the other one, and
+    their gradients out of it, in each run.
     """
-    *given, weight = [node.args[i].meta["val"] for i in images]
-    if len(given) == 1:
-        given.append(node.meta["val"])
-    return _FORMATS[weight.dim()] if _entries(given) > 2 * _entries([weight]) else torch.contiguous_format
+    positions = _CONVOLUTIONS.get(node.target) or _NORMALIZATIONS.get(node.target)
+    if positions is None:
+        return None
+    fakes = [node.args[i].meta["val"] for i in positions]
+    if fakes[0].dim() not in _FORMATS or fakes[0].dtype.itemsize > 4:
+        return None
+    if node.target in _NORMALIZATIONS:
+        return (positions, torch.contiguous_format) if hint(fakes[0].shape[1]) % _VECTOR else None
+    *images, weight = fakes
+    if len(images) == 1:
+        images.append(node.meta["val"])
+    last = _entries(images) > 2 * _entries([weight])
+    return positions, _FORMATS[weight.dim()] if last else torch.contiguous_format
 
 
 def _entries(fakes: Iterable[torch.Tensor]) -> int:
     return sum(math.prod(map(hint, fake.shape)) for fake in fakes)
 
 
-def _lay_out(graph: fx.Graph) -> None:
-    """Have the images of ``graph`` laid out before convolutions read them; most lie that way already.
+_PASSING = {
+    aten._adaptive_avg_pool2d.default, aten.avg_pool2d.default, aten.avg_pool2d_backward.default,
+    aten.cat.default, aten.constant_pad_nd.default, aten.leaky_relu_backward.default,
+    aten.max_pool2d_with_indices.default, aten.max_pool2d_with_indices_backward.default,
+    aten.upsample_bilinear2d.default, aten.upsample_bilinear2d_backward.default, aten.upsample_nearest2d.default,
+    aten.upsample_nearest2d_backward.default,
+}  # fmt: skip
+"""Operators besides elementwise ones whose results lie as what they read."""
 
-    Weights are by the convolution, or it would lay them out again for its gradient.
+
+class _Layout:
+    """Lays the images of ``graph`` out for those that read them; most lie that way already.
+
+    Weights are laid out beside a convolution, or it would do so again for its gradient. Operators that read images in
+    several ways are slow, so that those beside one that has its channels last have, too, and what a normalization
+    gives.
     """
-    laid_out: dict[tuple[fx.Node, torch.memory_format], fx.Node] = {}
-    for node in list(graph.nodes):
-        images = _images(node)
-        if not images:
-            continue
-        layout = _best_format(node, images)
-        for position in images:
-            key = read, layout = node.args[position], layout
-            if key not in laid_out:
-                with graph.inserting_before(node):
-                    laid_out[key] = _contiguous(graph, read, layout)
-            node.update_arg(position, laid_out[key])
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._laid_out: dict[tuple[fx.Node, torch.memory_format], fx.Node] = {}
+        self._last: set[fx.Node] = set()  # what is known to have its channels last
+        for node in list(graph.nodes):
+            self._visit(node)
+
+    def _visit(self, node: fx.Node) -> None:
+        layout = _layout(node)
+        if layout is not None:
+            positions, memory_format = layout
+            for position in positions:
+                node.update_arg(position, self._image(node.args[position], memory_format, node))
+            if memory_format is not torch.contiguous_format:
+                self._last.add(node)
+            elif node.target in _NORMALIZATIONS:
+                self._go_on(node)
+        elif node.target is operator.getitem or node.target in _NORMALIZATIONS or node.target in _PASSING:
+            if any(source in self._last for source in node.all_input_nodes[:1]):
+                self._last.add(node)
+        elif torch.Tag.pointwise in getattr(node.target, "tags", ()):
+            images = [n for n in node.all_input_nodes if _has_shape(n, node)]
+            if any(n in self._last for n in images):
+                memory_format = _FORMATS[node.meta["val"].dim()]
+                for n in images:
+                    if n not in self._last:
+                        node.replace_input_with(n, self._image(n, memory_format, node))
+                self._last.add(node)
+
+    def _image(self, image: fx.Node, memory_format: torch.memory_format, before: fx.Node) -> fx.Node:
+        """``image`` in that layout."""
+        key = image, memory_format
+        if key not in self._laid_out:
+            with self._graph.inserting_before(before):
+                self._laid_out[key] = _contiguous(self._graph, image, memory_format)
+            if memory_format is not torch.contiguous_format:
+                self._last.add(self._laid_out[key])
+        return self._laid_out[key]
+
+    def _go_on(self, normalization: fx.Node) -> None:
+        """What a normalization in the usual layout gives is laid out as the others."""
+        for image in [user for user in normalization.users if user.args[1] == 0]:
+            with self._graph.inserting_after(image):
+                result = _contiguous(self._graph, image, _FORMATS[image.meta["val"].dim()])
+            image.replace_all_uses_with(result, lambda user, result=result: user is not result)
+            self._last.add(result)
+
+
+def _has_shape(node: fx.Node, result: fx.Node) -> bool:
+    """Whether ``node`` is an image with as many entries as ``result``."""
+    a, b = node.meta.get("val"), result.meta.get("val")
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or b.dim() not in _FORMATS:
+        return False
+    # by name: a comparison of symbolic sizes would be an assumption
+    return list(map(str, a.shape)) == list(map(str, b.shape))
 
 
 def _results(traced: Traced) -> list[fx.Node]:
@@ -137,6 +204,10 @@ def _as_in_eager(traced: Traced) -> dict[fx.Node, fx.Node]:
 
 
 def _contiguous(graph: fx.Graph, node: fx.Node, memory_format: torch.memory_format) -> fx.Node:
-    result = graph.call_function(torch.Tensor.contiguous, (node,), {"memory_format": memory_format})
+    """The value of ``node`` in that layout: itself, if it lies like that already."""
+    # with one channel it lies both ways, and only a copy has the strides by which kernels know the one from the other
+    is_grey = memory_format is not torch.contiguous_format and node.meta["val"].shape[1] == 1
+    target = aten.clone.default if is_grey else torch.Tensor.contiguous
+    result = graph.call_function(target, (node,), {"memory_format": memory_format})
     result.meta["val"] = node.meta["val"]
     return result
