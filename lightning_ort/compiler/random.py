@@ -11,6 +11,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from lightning_ort.compiler.allocation import place_of
+from lightning_ort.compiler.bernoulli import draw_bernoulli
 from lightning_ort.compiler.symbolic_shapes import Sizes, is_number
 
 __all__ = ["DRAWS", "drawer", "dropout_factor", "layout_of"]
@@ -118,14 +119,17 @@ def _step(
     def empty(shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
         return torch.empty_strided(shape, stride, dtype=dtype, device=place)
 
-    def finished(tensor: torch.Tensor) -> torch.Tensor:
+    def drawn(memory: torch.Tensor, given: Sequence[Any]) -> torch.Tensor:
+        if target is aten.bernoulli.p:
+            return draw_bernoulli(memory, given[1], divisor)
+        tensor = function(memory, *given)
         return tensor if divisor is None else tensor.div_(divisor)
 
     if all(isinstance(n, int) for n in numbers[: 2 * rank]) and len(numbers) == 2 * rank:
         shape, stride = numbers[:rank], numbers[rank:]
         given, _ = pytree.tree_unflatten([v.value for v in values], spec)
         memory = empty(shape, stride) if in_place else None
-        return lambda inputs: finished(function(empty(shape, stride) if memory is None else memory, *given))
+        return lambda inputs: drawn(empty(shape, stride) if memory is None else memory, given)
     geometry = sizes.evaluator(numbers)
 
     def step(inputs: Sequence[Any]) -> torch.Tensor:
@@ -133,7 +137,7 @@ def _step(
         rest = iter(found[2 * rank :])
         resolved = [v.value if isinstance(v, _Constant) else next(rest) for v in values]
         given, _ = pytree.tree_unflatten(resolved, spec)
-        return finished(function(empty(found[:rank], found[rank : 2 * rank]), *given))
+        return drawn(empty(found[:rank], found[rank : 2 * rank]), given)
 
     return step
 
