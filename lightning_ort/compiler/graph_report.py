@@ -11,6 +11,7 @@ from torch import fx
 
 from lightning_ort.compiler.contest import Choice
 from lightning_ort.compiler.dynamo import LIBRARIES
+from lightning_ort.compiler.executors.channels_last import CHANNELS_LAST
 from lightning_ort.compiler.executors.executable import Account, Executable
 from lightning_ort.compiler.placement import source_line
 from lightning_ort.report import GraphReport
@@ -79,6 +80,8 @@ def _why(account: Account, choice: Choice | None, config: RuntimeConfig, fakes: 
         fastest = min(choice.milliseconds, key=choice.milliseconds.__getitem__)
         if fastest == account.executor:
             return "it took the least time when they were measured side by side"
+        if choice.executor == CHANNELS_LAST != account.executor:
+            return "images in channels_last took the least time, and this graph has none that gain by it"
         return "it took no longer than 3% more than the fastest when they were measured side by side"
     if config.placement not in ("fastest", "fastest+inductor"):
         return f"placement='{config.placement}' asks for it; nothing was measured"

@@ -255,6 +255,22 @@ def test_takes_part_where_there_are_images(monkeypatch, milliseconds, executor):
 
 
 @pytest.mark.usefixtures("measuring")
+def test_smaller_batches_that_do_not_gain(monkeypatch):
+    """What was measured holds for them, and the report says why another one runs them."""
+    monkeypatch.setattr(contest, "race", lambda runs: {name: 1e-3 * (1 + (name != LAST)) for name in runs})
+    net, graphs = nn.Conv2d(16, 16, 3), []
+    backend = ORTBackend(RuntimeConfig(), on_graph=graphs.append)
+    step = torch.compile(lambda x: net(x).square().mean(), backend=backend, dynamic=False)
+    for batch in (8, 2):
+        step(torch.randn(batch, 16, 8, 8)).backward()
+    assert [g.executor for g in graphs] == [LAST, "torch"]
+    assert [g.report.why for g in graphs] == [
+        "it took the least time when they were measured side by side",
+        "images in channels_last took the least time, and this graph has none that gain by it",
+    ]
+
+
+@pytest.mark.usefixtures("measuring")
 @pytest.mark.parametrize(("seconds", "tried"), [(0.1, False), (0.3, True)])
 def test_long_runs_are_measured_less(monkeypatch, seconds, tried):
     """The usual layout takes about what eager takes: where the other one is faster than that, it is not tried."""
