@@ -33,21 +33,6 @@ from lightning_ort.runtime.memory import release_free_memory
 pytestmark = pytest.mark.usefixtures("measuring")
 
 
-@pytest.fixture
-def races(monkeypatch):
-    """Decide races by a table of milliseconds, not by a clock; gives that and the list of races that were run."""
-    table, seen = {"onnxruntime": 2.0, "torch": 1.0, "eager": 2.0}, []
-
-    def pretend(runs):
-        seen.append(sorted(runs))
-        for run in runs.values():
-            run()
-        return {name: table[name] / 1e3 for name in runs}
-
-    monkeypatch.setattr(contest, "race", pretend)
-    return table, seen
-
-
 class Network(nn.Module):
     def __init__(self):
         super().__init__()

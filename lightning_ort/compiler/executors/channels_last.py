@@ -196,7 +196,7 @@ def _as_in_eager(traced: Traced) -> dict[fx.Node, fx.Node]:
         shape, strides = node.meta["val"].shape, node.meta["val"].stride()
         with traced.graph.inserting_before(traced.graph.output_node()):
             formed[node] = result = _contiguous(traced.graph, node, layout)
-            if 1 in shape and all(isinstance(n, int) for n in [*shape, *strides]):
+            if all(isinstance(n, int) for n in [*shape, *strides]) and 1 in shape:
                 # contiguous whatever its stride there is, by which others compare layouts all the same
                 formed[node] = traced.graph.call_function(aten.as_strided.default, (result, shape, strides))
                 formed[node].meta["val"] = node.meta["val"]
@@ -206,7 +206,7 @@ def _as_in_eager(traced: Traced) -> dict[fx.Node, fx.Node]:
 def _contiguous(graph: fx.Graph, node: fx.Node, memory_format: torch.memory_format) -> fx.Node:
     """The value of ``node`` in that layout: itself, if it lies like that already."""
     # with one channel it lies both ways, and only a copy has the strides by which kernels know the one from the other
-    is_grey = memory_format is not torch.contiguous_format and node.meta["val"].shape[1] == 1
+    is_grey = memory_format is not torch.contiguous_format and hint(node.meta["val"].shape[1]) == 1
     target = aten.clone.default if is_grey else torch.Tensor.contiguous
     result = graph.call_function(target, (node,), {"memory_format": memory_format})
     result.meta["val"] = node.meta["val"]
