@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
                 precision,
                 options.strategies,
                 # deep networks are compiled for long, and their steps are long
-                dataclasses.replace(settings, rounds=rounds or (4 if part == "growth" else 6)),
+                dataclasses.replace(settings, rounds=rounds or (4 if part == "growth" else 12)),
                 models=options.models,
                 layers=options.layers,
                 projects=options.projects,
@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--strategies", nargs="+", choices=KNOWN, default=list(STRATEGIES), metavar="X", help=", ".join(KNOWN)
     )
-    parser.add_argument("--rounds", type=int, help="turns of each strategy (default: 6, growth 4)")
+    parser.add_argument("--rounds", type=int, help="turns of each strategy (default: 12, growth 4)")
     parser.add_argument("--seconds", type=float, default=20.0, help="of a project's fit with auto (default: 20)")
     parser.add_argument("--threads", type=int, help="threads of torch and ONNX Runtime (default: torch's choice)")
     parser.add_argument(

@@ -37,6 +37,8 @@ from lightning_ort.bench.machine import described
 from lightning_ort.bench.table import caption, markdown_table
 
 _MODELS, _RANKS, _SCALINGS = ["rl", "mlp", "cnn", "gpt"], [1, 2, 4], ["weak", "strong"]
+_STEPS = {"rl": 400, "mlp": 400, "cnn": 60, "gpt": 24}
+"""of a turn: who has the steps is decided in the first half, of short steps from up to 180 of them"""
 _SENT = Path("/sys/class/net/lo/statistics/tx_bytes")
 
 
@@ -101,7 +103,7 @@ def rank_main(options: argparse.Namespace) -> None:
         found: dict[str, list[dict[str, float]]] = {"torch": [], "ort": []}
         for _ in range(options.rounds):
             for strategy, turns in found.items():
-                turns.append(measure(model, strategy, kind, options.steps))
+                turns.append(measure(model, strategy, kind, options.steps or _STEPS.get(model, 60)))
         if os.environ["RANK"] == "0":
             result = {
                 "model": model,
@@ -123,7 +125,9 @@ def launch(ranks: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
     common |= {"LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "benchmark"}
     arguments = ["--models", *options.models, "--scaling", *options.scaling]
-    arguments += ["--rounds", str(options.rounds), "--steps", str(options.steps)]
+    arguments += ["--rounds", str(options.rounds)]
+    if options.steps:
+        arguments += ["--steps", str(options.steps)]
     command = [sys.executable, "-m", "benchmarks.data_parallel", "--as-rank", *arguments]
     processes = [
         subprocess.Popen(
@@ -162,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--ranks", nargs="+", type=int, default=_RANKS)
     parser.add_argument("--scaling", nargs="+", default=_SCALINGS, choices=_SCALINGS, help="with more than one rank")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each strategy (default: 5)")
-    parser.add_argument("--steps", type=int, default=60, help="of a turn, of which the later half counts (default: 60)")
+    parser.add_argument("--steps", type=int, help="of a turn, of which the later half counts (default: 24 to 400)")
     parser.add_argument(
         "--save", action="store_true", help="write benchmarks/results/, of which `python -m benchmarks.page` makes docs"
     )
@@ -172,13 +176,16 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     if options.as_rank:
         rank_main(options)
         return {}
-    if options.steps < 3:
+    if options.steps is not None and options.steps < 3:
         parser.error(f"--steps {options.steps}: at least 3, of which the first is not timed")
     if options.save and (options.models, options.ranks, options.scaling) != (_MODELS, _RANKS, _SCALINGS):
         parser.error(
             "--save keeps all models, ranks and scalings, as the documentation shows them: use --output FOLDER"
         )
-    report = {"part": scaling.PART, **described(rounds=options.rounds, steps=options.steps, precision="32-true")}
+    report = {
+        "part": scaling.PART,
+        **described(rounds=options.rounds, steps=options.steps or _STEPS, precision="32-true"),
+    }
     report["results"] = [result for ranks in options.ranks for result in launch(ranks, options)]
     print(markdown_table(scaling.COLUMNS, scaling.rows(report)))
     print(caption(report))
