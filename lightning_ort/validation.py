@@ -9,7 +9,10 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["choice", "flag", "is_number", "is_whole", "names", "number", "path", "require", "shown", "single", "whole"]
+__all__ = [
+    "choice", "first_line", "flag", "is_number", "is_whole", "names", "number", "path", "require", "shown", "single",
+    "whole",
+]  # fmt: skip
 
 _LONGEST = 80
 
@@ -20,6 +23,12 @@ def shown(value: Any) -> str:
     text = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
     plain = value is None or isinstance(value, (str, bool, numbers.Number))
     return text if plain else f"{text} (a {type(value).__name__})"
+
+
+def first_line(message: object) -> str:
+    """The first line of an error, or of its text, that says something; of an error without any, its type."""
+    lines = (line.strip() for line in str(message).splitlines())
+    return next(filter(None, lines), type(message).__name__ if isinstance(message, BaseException) else str(message))
 
 
 def is_number(value: Any) -> bool:

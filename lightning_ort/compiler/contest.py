@@ -26,11 +26,14 @@ from lightning_ort.compiler.symbolic_shapes import hint
 from lightning_ort.files.cache import Cache
 from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.runtime.memory import release_free_memory
+from lightning_ort.validation import first_line
 
-__all__ = ["MEMORY", "Choice", "Contest", "Key", "Memory", "learns", "measures", "race"]
+__all__ = ["MARGIN", "MEMORY", "Choice", "Contest", "Key", "Memory", "learns", "measures", "race"]
 
 _log = logging.getLogger(__name__)
 
+MARGIN = 0.03
+"""the share of its time by which another one must be faster than ONNX Runtime, or than graphs, to be taken"""
 _EXECUTORS = {"onnxruntime", ONE_THREAD, "torch", CHANNELS_LAST, "inductor", "eager", "graphs"}
 
 _BUDGET = 0.15
@@ -55,13 +58,15 @@ class Choice:
     Attributes:
         executor: the one that was taken.
         milliseconds: per candidate that of one run.
+        failed: per candidate that could not take part why it could not; not remembered.
     """
 
     executor: str
     milliseconds: Mapping[str, float]
+    failed: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def among(cls, seconds: Mapping[str, float], favourite: str, margin: float = 0.03) -> Choice:
+    def among(cls, seconds: Mapping[str, float], favourite: str, margin: float = MARGIN) -> Choice:
         """The fastest one, or ``favourite`` if no other is faster by more than the share ``margin`` of its time."""
         fastest = min(seconds, key=seconds.__getitem__)
         if seconds[fastest] >= (1 - margin) * seconds[favourite]:
@@ -174,6 +179,7 @@ class Contest(Generic[Unit]):
             eager_counts: eager may be chosen.
         """
         units = {"onnxruntime": unit}
+        failed: dict[str, str] = {}
         try:
             seconds = race({"onnxruntime": lambda: run(unit), "eager": eager})
         except Exception as error:
@@ -197,6 +203,8 @@ class Contest(Generic[Unit]):
                         seconds[name] = _alone(again, seconds["onnxruntime"])
                 except Exception as error:
                     _log.info("%s does not run a graph that ONNX Runtime runs: %s", name, error)
+                    failed[name] = first_line(error)
+                    units.pop(name, None)
         runs: dict[str, Callable[[], object]] = {n: functools.partial(run, u) for n, u in units.items()}
         runs["eager"] = eager
         if is_long:
@@ -205,7 +213,7 @@ class Contest(Generic[Unit]):
             seconds = race(runs)
         if not eager_counts:
             del seconds["eager"]
-        choice = Choice.among(seconds, "onnxruntime")
+        choice = dataclasses.replace(Choice.among(seconds, "onnxruntime"), failed=failed)
         choice = MEMORY.agreed(self._key, choice)
         MEMORY.put(self._key, choice)
         if choice.executor in self._rivals and choice.executor not in units:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from lightning_ort.report import GraphBreak
+from lightning_ort.validation import first_line
 
 __all__ = ["compiled_again", "function_name", "graph_break", "why"]
 
@@ -71,7 +72,7 @@ def _words(text: str) -> tuple[str, str]:
 def _explanation(text: str) -> str:
     """Dynamo's, whole, or its first line; it begins with "Dynamo"."""
     match = re.search(r"Explanation: (.+?)(?=\n\s*Hint:|\n\s*\n|\n\s*Developer|\Z)", text, re.DOTALL)
-    found = " ".join((match[1] if match else _first_line(text)).split()).rstrip(".")
+    found = " ".join((match[1] if match else first_line(text)).split()).rstrip(".")
     return found if found.startswith("Dynamo") else f"Dynamo: {found}"
 
 
@@ -83,7 +84,7 @@ def function_name(name: str) -> str:
 
 def compiled_again(text: str) -> str:
     """Why a function did not fit what it had been compiled for, by Dynamo's failed guard."""
-    guard = re.sub(r"^\W*\d+/\d+: ", "", _first_line(text))
+    guard = re.sub(r"^\W*\d+/\d+: ", "", first_line(text))
     # the line of code is whole, but the path behind it is not
     guard, *comments = re.split(r"\s+# ", guard)
     size = re.fullmatch(r"tensor '(.+)' size mismatch at index (\d+)\. expected (\d+), actual (\d+)", guard)
@@ -97,8 +98,3 @@ def compiled_again(text: str) -> str:
 def _name(expression: str) -> str:
     """Variables as users write them."""
     return re.sub(r"___stack\d+", "a value computed before", re.sub(r"\b[LG]\['(\w+)'\]", r"\1", expression))
-
-
-def _first_line(text: str) -> str:
-    """The first line that says something."""
-    return next((line.strip() for line in text.splitlines() if line.strip()), text)

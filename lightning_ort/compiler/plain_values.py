@@ -48,17 +48,17 @@ def left_to_python() -> Iterator[None]:
     wrappers = VariableBuilder._type_dispatch_impl(SETTINGS["trace_numpy"])  # by type of value
     before = {kind: wrappers.get(kind) for kind in _WRAPPERS}
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in _FAITHLESS]
-    for (owner, name, original), (_, _, why) in zip(originals, _FAITHLESS, strict=True):
-        setattr(owner, name, _breaking(original, why))
     originals.append((NumpyVariable, "call_function", NumpyVariable.call_function))
-    NumpyVariable.call_function = _call_numpy  # type: ignore[method-assign]
-    wrappers.update(_WRAPPERS)
     try:
+        for (owner, name, original), (_, _, why) in zip(originals, _FAITHLESS, strict=False):
+            setattr(owner, name, _breaking(original, why))
+        NumpyVariable.call_function = _call_numpy  # type: ignore[method-assign]
+        wrappers.update(_WRAPPERS)
         yield
     finally:
         for kind, wrapper in before.items():
             if wrapper is None:
-                del wrappers[kind]
+                wrappers.pop(kind, None)
             else:
                 wrappers[kind] = wrapper
         for owner, name, original in originals:

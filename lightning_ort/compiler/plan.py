@@ -34,6 +34,7 @@ from lightning_ort.report import timeline
 from lightning_ort.runtime.factory import SessionFactory
 from lightning_ort.runtime.session import OrtSession
 from lightning_ort.runtime.tensors import is_supported
+from lightning_ort.validation import first_line
 
 __all__ = ["Fallback", "Plan", "build_plan"]
 
@@ -301,7 +302,7 @@ class _Planner:
             node = _blamed(str(error), by_name)
             if node is None:
                 raise
-            raise _Rejected(_owner(node), _first_line(str(error))) from error
+            raise _Rejected(_owner(node), first_line(error)) from error
         self._sessions.append(session)
         self._on_cpu += session.on_cpu or ()
         return session, inputs
@@ -357,7 +358,3 @@ def _blamed(message: str, by_name: dict[str, fx.Node]) -> fx.Node | None:
         if name in by_name:
             return by_name[name]
     return None
-
-
-def _first_line(message: str) -> str:
-    return message.strip().splitlines()[0] if message.strip() else "refused by ONNX Runtime"

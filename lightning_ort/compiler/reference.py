@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_ort.compiler.global_state import Surroundings, takes_gradients, without_autocast
 from lightning_ort.verification import Results
 
-__all__ = ["ConversionsTo", "ForkedRNG", "evaluate", "rehearsal"]
+__all__ = ["Buffers", "ConversionsTo", "ForkedRNG", "evaluate", "rehearsal"]
 
 
 class ForkedRNG:
@@ -43,6 +43,28 @@ class ForkedRNG:
 
     def __exit__(self, *exc: object) -> None:
         self.restore(self._present)
+
+
+class Buffers:
+    """The buffers of ``module`` and of all in it, those that are ``None`` too, which a forward may make."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._places = [(m, name) for m in module.modules() for name in m._buffers]
+
+    def note(self) -> Callable[[], None]:
+        """Return what puts them back as they are now, whether a forward writes to them or replaces them."""
+        noted = [(m, name, m._buffers[name]) for m, name in self._places]
+        values = [None if b is None else b.detach().clone() for *_, b in noted]
+
+        def put_back() -> None:
+            with torch.no_grad():
+                for (module, name, buffer), before in zip(noted, values, strict=True):
+                    if module._buffers.get(name) is not buffer:
+                        setattr(module, name, buffer)
+                    if buffer is not None and before is not None and not torch.equal(buffer, before):
+                        buffer.copy_(before)
+
+        return put_back
 
 
 def evaluate(

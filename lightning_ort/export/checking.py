@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_ort.environment import require_onnxruntime
 from lightning_ort.errors import ExportError, MismatchError
 from lightning_ort.export.inputs import Axes, other_sizes, resized, sizes_of
+from lightning_ort.validation import first_line
 from lightning_ort.verification import FILE, TRAINED_FILE, difference, distance, largest
 
 __all__ = ["check", "check_sample", "open_session"]
@@ -83,7 +84,7 @@ def check(
     fixed = [name for name in there if name not in computed]
     if fixed:
         raise ExportError(
-            f"The module itself computes nothing but {fixed[0]}={there[fixed[0]]}: {_first_line(errors[fixed[0]])} "
+            f"The module itself computes nothing but {fixed[0]}={there[fixed[0]]}: {_sentence(errors[fixed[0]])} "
             f"Leave {fixed[0]!r} out of dynamic=, or give a sample that goes with other sizes."
         )
     return comparison.worst, compared
@@ -146,7 +147,7 @@ class _Comparison:
             self._session = open_session(path)
         except Exception as error:
             raise ExportError(
-                f"ONNX Runtime {require_onnxruntime().version} does not load the exported model: {_first_line(error)} "
+                f"ONNX Runtime {require_onnxruntime().version} does not load the exported model: {_sentence(error)} "
                 "Its CPU kernels are for float32, some for float64, and none for bfloat16: export with "
                 "dtype='float32', and without torch.autocast in the module."
             ) from error
@@ -169,7 +170,7 @@ class _Comparison:
             got = self._session.run(self._outputs, feed)
         except Exception as error:
             raise ExportError(
-                f"ONNX Runtime {require_onnxruntime().version} cannot run the exported model{at}: {_first_line(error)}"
+                f"ONNX Runtime {require_onnxruntime().version} cannot run the exported model{at}: {_sentence(error)}"
             ) from error
         for i, (result, reference) in enumerate(zip(got, expected, strict=True)):
             found, truth = torch.from_numpy(np.asarray(result)), reference.detach().cpu()
@@ -188,6 +189,6 @@ class _Comparison:
                 self.worst = max(self.worst, distance(found[finite].double(), truth[finite].double()) / scale)
 
 
-def _first_line(error: BaseException) -> str:
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def _sentence(error: BaseException) -> str:
+    text = first_line(error)
     return text if text.endswith(".") else f"{text}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_ort.compiler.dynamo import no_fast_path
 from lightning_ort.compiler.global_state import without_autocast
-from lightning_ort.compiler.reference import ForkedRNG
+from lightning_ort.compiler.reference import Buffers, ForkedRNG
 from lightning_ort.environment import require_onnxruntime
 from lightning_ort.errors import ExportError
 from lightning_ort.export.checking import check
@@ -251,14 +252,13 @@ def weights_from(module: nn.Module, load: Callable[[], Any] | None) -> Iterator[
     if load is None:
         yield
         return
-    before = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+    # what is no tensor is a module's extra state
+    before = {n: x.clone() if isinstance(x, Tensor) else copy.deepcopy(x) for n, x in module.state_dict().items()}
     try:
         load()
         yield
     finally:
-        with torch.no_grad():
-            for name, tensor in module.state_dict().items():
-                tensor.copy_(before[name])
+        module.load_state_dict(before)
 
 
 @contextlib.contextmanager
@@ -267,16 +267,13 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
     modes = [(m, m.training) for m in module.modules()]
     tensors = [*module.parameters(), *module.buffers()]
     device = next((t.device for t in tensors), torch.device("cpu"))
-    # a forward that writes to its buffers, such as one that counts its calls
-    buffers = [(b, b.detach().clone()) for b in module.buffers()]
+    put_back = Buffers(module).note()
     module.eval()
     try:
         with torch.inference_mode(False), torch.no_grad(), without_autocast(), no_fast_path(), ForkedRNG(device):
             yield
     finally:
-        with torch.inference_mode(False), torch.no_grad():
-            for buffer, before in buffers:
-                if not torch.equal(buffer, before):
-                    buffer.copy_(before)
+        with torch.inference_mode(False):
+            put_back()
         for m, mode in modes:
             m.training = mode

@@ -103,6 +103,7 @@ def examination_flags(strategy: Any, folder: str) -> dict[str, Any]:
         strategy = ORTStrategy()
     config, mode = strategy._config, strategy._hooked_optimizers.mode
     examined = copy.copy(strategy)
+    examined._precision_plugin = copy.deepcopy(strategy._precision_plugin)  # it may scale losses, and learn by how much
     # all that torch would do is listed, instead of the first thing being refused, and not what it would do faster
     examined._take_options(
         config.providers, config.provider_options, config.session_options, config.placement,

@@ -318,7 +318,11 @@ class ORTStrategy(EngineOptions, OnDevices):
             return self._optimizer_step_by_hand(optimizer, closure, model, **kwargs)
         self._hooked_optimizers.come_last(optimizer)
         began = perf_counter()
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        try:
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        except BaseException:
+            self._hooked_optimizers.step_raised(optimizer)
+            raise
         timeline.update_ends(began)
         return result
 
@@ -332,7 +336,11 @@ class ORTStrategy(EngineOptions, OnDevices):
         self._before_update(optimizer)
         self._hooked_optimizers.come_last(optimizer)
         began = perf_counter()
-        result = super().optimizer_step(optimizer, self._steps.compile_closure(closure), *args, **kwargs)
+        try:
+            result = super().optimizer_step(optimizer, self._steps.compile_closure(closure), *args, **kwargs)
+        except BaseException:
+            self._hooked_optimizers.step_raised(optimizer)
+            raise
         timeline.update_ends(began)
         return result
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Sequence
 from time import perf_counter
 from typing import Any
 
-from lightning_ort.compiler.contest import MEMORY, Choice, Key
+from lightning_ort.compiler.contest import MARGIN, MEMORY, Choice, Key
 from lightning_ort.lightning.open_sizes import tensors_of
 from lightning_ort.report import StepReport, timeline
 from lightning_ort.runtime.config import RuntimeConfig
@@ -33,8 +33,6 @@ _ENOUGH = 6
 """calls of data of one size that each has to have had"""
 _CLEAR, _CYCLES = 0.1, 5
 """the share of its time by which the slower way is clearly slower; where neither is, all rows are made so often"""
-_MARGIN = 0.03
-"""the share of its time by which a step may be slower in graphs of ONNX Runtime, and is called in them all the same"""
 _LONG = 0.02
 """seconds of a call to which what surrounds its graphs adds little"""
 _PATIENCE = 400
@@ -166,7 +164,7 @@ class Turns:
             is_clear = min(seconds) < (1 - _CLEAR) * max(seconds)
             if is_clear or self._in_rows >= _CYCLES * _ROW * len(_ORDER):
                 # there is no reason for graphs that torch runs but their speed
-                margin = _MARGIN if any_in_ort else 0.0
+                margin = MARGIN if any_in_ort else 0.0
                 choice = Choice.among(dict(zip(_WAYS, seconds, strict=True)), IN_GRAPHS, margin)
                 MEMORY.put(self._key(), choice)
                 self._decide(choice)

@@ -17,6 +17,9 @@ from lightning_ort.runtime.factory import SessionFactory
 
 __all__ = ["Updater"]
 
+_MOST_PLANS = 16
+"""sets of parameters whose updates are kept: where parts of a model take turns, the sets come again"""
+
 
 class Updater:
     """Updates parameters in place, by ONNX Runtime or, where that is allowed and faster, by torch's fused kernel.
@@ -68,6 +71,7 @@ class Updater:
             for name, p in self._params.items()
         }
         self.counts = dict.fromkeys(self._params, 0)
+        self._plans: dict[Any, Update | FusedAdam] = {}  # the one that was used last comes last
         self._update: Update | FusedAdam | None = None
         self._updated: list[str] = []
         self._leaders: list[str] = []
@@ -96,7 +100,7 @@ class Updater:
         if not gradients:
             return True
         if self._update is None or self._updated != list(gradients):
-            self._plan(list(gradients), fused=None)
+            self._plan(list(gradients))
         assert self._update is not None
         for group, name in enumerate(self._leaders):
             self._update.set_coefficients(group, self._numbers(name, lr, self.counts[name] + 1))
@@ -114,20 +118,21 @@ class Updater:
         are, and :attr:`counts` too.
         """
         names = list(gradients)
-        # the fused kernel would leave clipped gradients behind
-        self._plan(names, fused=False if self.clip or self.guard else None)
+        groups = self.groups_of(names)
+        # of its own, bound to these gradients; the fused kernel would leave clipped ones behind
+        self._take(self._made(names, groups, fused=False if self.clip or self.guard else None), names, groups)
         settings, values = self._settings[names[0]], list(gradients.values())
         if isinstance(self._update, FusedAdam):
             fused, fused_numbers = self._update.bound_to(values), settings.fused_numbers
             return lambda lr, count: fused(fused_numbers(lr, count))
-        update, limits, groups = self._update, self._limits(), range(len(self._leaders))
+        update, limits, groups_of_numbers = self._update, self._limits(), range(len(self._leaders))
         assert update is not None
         has_run = False
 
         def apply(lr: float, count: int) -> None:
             nonlocal has_run
             numbers = settings.numbers(lr, count, self.rule)
-            for group in groups:
+            for group in groups_of_numbers:
                 update.set_coefficients(group, numbers)
             if has_run:
                 update.run_again()
@@ -148,16 +153,27 @@ class Updater:
         ordered = [dtypes[g] for g in range(len(dtypes))]
         return UpdateGraph(self.rule, pieces, ordered, clip=self.clip, guard=self.guard).model
 
-    def _plan(self, names: Sequence[str], fused: bool | None) -> None:
+    def _plan(self, names: Sequence[str]) -> None:
+        """Go on with the update of ``names``, which is made where none is kept."""
         groups = self.groups_of(names)
+        key = tuple(names), tuple(groups)
+        update = self._plans.pop(key, None) or self._made(names, groups, fused=None)
+        self._plans[key] = update
+        if len(self._plans) > _MOST_PLANS:
+            del self._plans[next(iter(self._plans))]
+        self._take(update, names, groups)
+
+    def _take(self, update: Update | FusedAdam, names: Sequence[str], groups: Sequence[int]) -> None:
+        self._update, self._updated = update, list(names)
         self._leaders = [names[groups.index(g)] for g in range(max(groups) + 1)]
+
+    def _made(self, names: Sequence[str], groups: Sequence[int], *, fused: bool | None) -> Update | FusedAdam:
         params = [self._params[n] for n in names]
         states = [list(self.moments[n].values()) for n in names]
         if fused is None:
             fused = FusedAdam.can_do(self.rule, params, self._sessions.placement)
-        make = FusedAdam if fused else self._graph_update
-        self._update = make(params, states, groups, clip=self.clip, guard=self.guard)
-        self._updated = list(names)
+        make: Callable[..., Update | FusedAdam] = FusedAdam if fused else self._graph_update
+        return make(params, states, groups, clip=self.clip, guard=self.guard)
 
     def _graph_update(self, params: Any, states: Any, groups: Any, **flags: bool) -> Update:
         return Update(self.rule, params, states, groups, self._sessions, **flags)

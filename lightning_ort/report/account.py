@@ -56,6 +56,7 @@ class GraphReport:
         elements: how many numbers those have.
         segments: in how many pieces ONNX Runtime and torch run it, where that is ONNX Runtime.
         measured: executor to milliseconds of a run, where it was measured; of both parts in that of ``"forward"``.
+        failed: executor to why it could not be measured: it does not run what ONNX Runtime runs.
         speed: how often as fast as eager it was measured to be, with its other part; ``None`` where it was not.
         gain: seconds that eager was measured to take longer, for both parts in that of ``"forward"``; likewise.
         seconds: it took to choose who runs it.
@@ -73,6 +74,7 @@ class GraphReport:
     elements: int = 0
     segments: tuple[int, int] = (0, 0)
     measured: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    failed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     speed: float | None = None
     gain: float | None = None
     seconds: float = 0.0

@@ -88,6 +88,7 @@ def choices(step: StepReport) -> list[str]:
         lines.append(f"in torch by choice: {step.graphs_in_torch} of {step.graphs} graphs ({why})")
     # sizes that are alike share a measurement
     lines += dict.fromkeys(f"measured: {measured(times)}" for times in step.measured)
+    lines += dict.fromkeys(f"not measured: {not_measured(graph.failed)}" for graph in step.each_graph if graph.failed)
     return lines
 
 
@@ -103,6 +104,11 @@ def turns(step: StepReport) -> list[str]:
 def measured(times: Mapping[str, float]) -> str:
     """Milliseconds of a run by executor."""
     return ", ".join(f"{EXECUTORS[executor]} {t:.3g} ms" for executor, t in times.items())
+
+
+def not_measured(failed: Mapping[str, str]) -> str:
+    """Executors that could not take part, and why."""
+    return ", ".join(f"{EXECUTORS[executor]} ({why})" for executor, why in failed.items())
 
 
 def by_choice(step: StepReport) -> list[str]:

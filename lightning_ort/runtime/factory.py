@@ -111,7 +111,7 @@ class SessionFactory:
     def on_one_thread(self) -> SessionFactory:
         """The same with the options of small graphs for all."""
         made = copy.copy(self)
-        made._options = self._small_options
+        made._options, made._threads = self._small_options, 1
         return made
 
     def with_options(self, **values: Any) -> SessionFactory:

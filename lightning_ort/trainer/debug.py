@@ -47,11 +47,13 @@ class GraphFiles:
         """``config`` whose sessions are seen here."""
         if not self.pending:
             return config
-        seen = self._sessions
+
+        def note(session: OrtSession, model: bytes) -> None:
+            if self.pending:  # what is made later, for batches of other sizes say, is in no file
+                self._sessions.append((session, model))
+
         # in one piece: a graph with operators left out would be of no use
-        return dataclasses.replace(
-            config, placement="onnxruntime", on_session=lambda session, model: seen.append((session, model))
-        )
+        return dataclasses.replace(config, placement="onnxruntime", on_session=note)
 
     def write(
         self,

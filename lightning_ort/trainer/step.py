@@ -17,6 +17,7 @@ from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS, no_accounts, no_fast_path, with_own_code
 from lightning_ort.compiler.plain_values import left_to_python
 from lightning_ort.compiler.plan import Fallback
+from lightning_ort.compiler.reference import Buffers, ForkedRNG
 from lightning_ort.errors import CompilationError, IndexOutOfRangeError, RefusedValueError
 from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.trainer.description import Description, check_results, gather, summary
@@ -103,7 +104,7 @@ class Step:
         self._eval = torch.compile(with_own_code(_step_function(combined, None, half)), backend=backend)
         self._eager = _step_function(combined, None, half)
         self._settings = torch._dynamo.config.patch(DYNAMO_SETTINGS)  # making it takes longer than entering it
-        self._buffers = [(m, name) for m in combined.modules() for name, b in m._buffers.items() if b is not None]
+        self._buffers = Buffers(combined)
 
     def train(self, inputs: Sequence[Tensor], scale: Tensor | None) -> list[Tensor]:
         """All outputs; gradients of the loss times ``scale`` are added to ``grad`` of the parameters."""
@@ -129,17 +130,15 @@ class Step:
 
     def explain(self, inputs: Sequence[Tensor], *, training: bool) -> str:
         """What torch says about inputs on which ONNX Runtime failed; an empty string if it says nothing."""
-        state = torch.get_rng_state()
+        device = next((x.device for x in inputs), torch.device("cpu"))
         try:
-            with self._unharmed(training=training), torch.no_grad():
+            with ForkedRNG(device), self._unharmed(training=training), torch.no_grad():
                 self._eager(None, *inputs)
                 raise _NothingWrong  # only an error has the buffers put back
         except _NothingWrong:
             return ""
         except Exception as error:
             return str(error)
-        finally:
-            torch.set_rng_state(state)
 
     @contextlib.contextmanager
     def _unharmed(self, *, training: bool) -> Iterator[None]:
@@ -149,17 +148,12 @@ class Step:
         if combined.model.training != training:
             modes = [(m, m.training) for m in combined.modules()]
             combined.train(training)
-        before = [module._buffers[name] for module, name in self._buffers]
-        copies = [None if b is None else b.clone() for b in before]
+        put_back = self._buffers.note()
         try:
             with self._settings, no_fast_path(), left_to_python(), no_accounts():
                 yield
         except BaseException:
-            with torch.no_grad():
-                for (module, name), buffer, copy in zip(self._buffers, before, copies, strict=True):
-                    module._buffers[name] = buffer
-                    if buffer is not None and copy is not None:
-                        buffer.copy_(copy)
+            put_back()
             raise
         finally:
             if modes is not None:

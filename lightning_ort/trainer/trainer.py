@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_ort.amp import DynamicLossScaler, LossScaler
 from lightning_ort.compiler.aot.inputs import input_type
+from lightning_ort.compiler.reference import Buffers
 from lightning_ort.environment import require_onnxruntime
 from lightning_ort.export.checking import check_sample
 from lightning_ort.onnx_reader import to_torch
@@ -193,16 +194,19 @@ class ORTTrainer(TrainerState):
             self._check_export(inputs)
         scale = None if self._scaler is None else torch.tensor(self._scale, device=self._device)
         accumulated = self._optimizer.set_aside() if self._combines_each else {}
+        put_back = Buffers(self._combined).note() if self._files.pending else None
         try:
             results = self._execution.train(inputs, scale)
-        except Exception:
+            if self._files.pending:
+                forward = export(self._combined, self.model_desc, inputs, self.options)
+                self._files.write(self.model_desc, inputs, results, self._weights, self._optimizer, forward)
+        except BaseException:
+            if put_back is not None:
+                put_back()
             if not self._accumulated:
                 self._optimizer.zero_grad()
             self._optimizer.add(accumulated)
             raise
-        if self._files.pending:
-            forward = export(self._combined, self.model_desc, inputs, self.options)
-            self._files.write(self.model_desc, inputs, results, self._weights, self._optimizer, forward)
         steps = self.options.batch.gradient_accumulation_steps
         updates = self._accumulated + 1 >= steps
         if updates or self._combines_each:

@@ -112,10 +112,7 @@ class WeightUpdate:
         settings = {w: _settings(self.name, w, floats.get(w, {}), ints.get(w, {}), clip=clip) for w in weights}
         for attribute in _EQUAL.get(self.name, ()):
             if len({getattr(s, attribute) for s in settings.values()}) > 1:
-                title = {"decay": "weight_decay_mode", "bias_correction": "do_bias_correction"}.get(
-                    attribute, attribute
-                )
-                raise ValueError(f"{self.name}: {title} must be the same for all weights.")
+                raise ValueError(f"{self.name}: {_TITLES.get(attribute, attribute)} must be the same for all weights.")
         self._parameters, self._weights = parameters, weights
         self.updater = make_updater(settings, weights, sessions, guard=parameters.loss_scale > 0, share=share)
 

@@ -129,11 +129,9 @@ class TrainingSession(SessionInfo):
             )
 
     def _make(self, sessions: SessionFactory) -> None:
-        self._sessions = sessions
-        self._gradients = Packed(self._weights)
-        self._train = self._graph(self._gradients.views)
-        self._infos = self._train.infos
-        self._evaluation: TrainingGraph | None = None
+        """Make all that runs; what runs now stays where that fails."""
+        gradients = Packed(self._weights)
+        train = self._graph(gradients.views, sessions)
         update = None
         if self._parameters.training_optimizer_name:
             share = self._processes if self._parameters.deepspeed_zero_stage else None
@@ -141,22 +139,24 @@ class TrainingSession(SessionInfo):
         old = getattr(self, "_updates", None)
         if update is not None and old is not None:
             update.assign(update.check(old.state()))
-        self._updates: WeightUpdate | None = update
         extra = [helper.make_tensor_value_info(n, TensorProto.BOOL, [1]) for n in self._flags()]
         if self._parameters.set_gradients_as_graph_outputs:
             for name, tensor in self._weights.items():
                 dtype = int(ONNX[tensor.dtype])
                 extra.append(helper.make_tensor_value_info(f"{name}_grad", dtype, list(tensor.shape)))
-        rate = self._parameters.lr_params_feed_name if self._updates is not None else None
+        rate = self._parameters.lr_params_feed_name if update is not None else None
         with using(self._name):
             self._signature = signature_session(self._proto, rate, extra)
+        self._sessions, self._gradients, self._train, self._infos = sessions, gradients, train, train.infos
+        self._updates: WeightUpdate | None = update
+        self._evaluation: TrainingGraph | None = None
         self._output_names = [o.name for o in self._signature.get_outputs()]
 
-    def _graph(self, gradients: Mapping[str, torch.Tensor]) -> TrainingGraph:
+    def _graph(self, gradients: Mapping[str, torch.Tensor], sessions: SessionFactory) -> TrainingGraph:
         tensors = self._weights | self._buffers
         with using(self._name):
             return TrainingGraph(
-                self._proto, self._module, self._loss, gradients, tensors, self._sessions, verify=self._verify
+                self._proto, self._module, self._loss, gradients, tensors, sessions, verify=self._verify
             )
 
     def _flags(self) -> list[str]:
@@ -209,7 +209,7 @@ class TrainingSession(SessionInfo):
         self, feed: Mapping[str, torch.Tensor], scale: float, *, evaluate: bool = False
     ) -> dict[str, np.ndarray]:
         if evaluate and self._evaluation is None:
-            self._evaluation = self._graph({})
+            self._evaluation = self._graph({}, self._sessions)
         graph = self._evaluation if evaluate and self._evaluation is not None else self._train
         try:
             return graph(feed, scale)
@@ -228,12 +228,15 @@ class TrainingSession(SessionInfo):
         if self._parameters.set_gradients_as_graph_outputs:
             found |= {f"{n}{GRAD}": (g / scale).numpy() for n, g in gradients.items()}
         steps = self._parameters.gradient_accumulation_steps
-        updated = finite = True
+        updated = True
+        finite = None if self._parameters.loss_scale else True
         if self._updates is not None:
             complete = self._accumulated(gradients, steps)
             updated = complete is not None
             if complete is not None and lr is not None:
                 finite = self._updates.run(complete, lr, 1.0 / (steps * scale))
+        if finite is None:
+            finite = all(bool(torch.isfinite(g).all()) for g in gradients.values())
         found[ALL_FINITE] = np.array([finite])
         found[ACCUMULATED] = np.array([not updated])
         return found

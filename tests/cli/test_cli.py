@@ -213,6 +213,23 @@ def test_examine_of_a_step_that_fails(capsys, tmp_path, monkeypatch):
 
 
 @needs_ort
+def test_examine_leaves_the_strategy_and_its_precision(tmp_path, monkeypatch):
+    from lightning_ort import ORTPrecision, ORTStrategy, examine
+
+    monkeypatch.chdir(tmp_path)
+    plugin = ORTPrecision("16-mixed")
+    strategy, before = ORTStrategy(precision_plugin=plugin), plugin.state_dict()
+
+    class Overflows(Classifier):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * float("inf")
+
+    with quiet():
+        examine(Overflows(), train_dataloaders=table(), strategy=strategy, accelerator="cpu")
+    assert plugin.state_dict() == before and strategy.precision_plugin is plugin
+
+
+@needs_ort
 def test_examine_from_python_leaves_the_module(tmp_path, monkeypatch):
     from lightning_ort import examine
 

@@ -421,8 +421,8 @@ def test_inputs_that_come_to_share_memory():
         written.add_(1.0)
         return (read * 2).sum() + written.sum()
 
-    told = []
-    compiled = torch.compile(step, backend=ORTBackend(verify=False, on_fallback=told.extend))
+    told, graphs = [], []
+    compiled = torch.compile(step, backend=ORTBackend(verify=False, on_fallback=told.extend, on_graph=graphs.append))
     strict = torch.compile(step, backend=ORTBackend(verify=False, on_unsupported="error"))
     memory = torch.arange(8.0)
     apart, shared = (memory[:4], torch.ones(4)), (memory[:4], memory[2:6])
@@ -436,6 +436,7 @@ def test_inputs_that_come_to_share_memory():
         torch.testing.assert_close(memory, copy)
     (reason,) = told
     assert reason.operator == "the whole region" and "shares memory" in reason.reason and "return" in reason.source
+    assert graphs[-1].report.executor == "eager" and graphs[-1].report.why == reason.reason
     for _ in range(2):
         with pytest.raises(UnsupportedError, match="shares memory"):
             strict(*shared)

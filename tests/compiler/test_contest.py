@@ -27,6 +27,7 @@ from lightning_ort.compiler.loss_scale import LossScaling
 from lightning_ort.environment import has_cpp_compiler
 from lightning_ort.errors import UnsupportedError
 from lightning_ort.files.cache import Cache
+from lightning_ort.report import StepReport, words
 from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.runtime.memory import release_free_memory
 
@@ -419,6 +420,9 @@ def test_torch_that_fails_loses(races, monkeypatch):
     graphs = []
     trained(loss_of, BATCHES, graphs=graphs)
     assert [g.executor for g in graphs] == ["onnxruntime"]
+    assert graphs[0].report.failed["torch"] == "broken"
+    step = StepReport("training_step", each_graph=[graphs[0].report])
+    assert "not measured: torch (broken)" in words.choices(step)
 
 
 @pytest.mark.parametrize("executor", ["torch", "onnxruntime"])

@@ -18,6 +18,7 @@ from torch import nn
 
 from lightning_ort import ExportError, MismatchError, ORTExport, export_onnx
 from lightning_ort.export import export_trained
+from lightning_ort.export.export import weights_from
 from lightning_ort.files import onnx_models
 
 SMALL = {"max_steps": 3, "limit_val_batches": 0}
@@ -126,6 +127,38 @@ def test_a_method_with_a_batch(path):
     assert exported.inputs == {"batch_0": ("batch", FEATURES)}
     module.eval()
     np.testing.assert_allclose(run(path, batch_0=batch[0])[0], module(batch[0]).softmax(-1).detach(), atol=1e-6)
+
+
+def test_a_forward_that_replaces_its_buffers(path):
+    def forward(s, x):
+        s.calls = s.calls + 1
+        s.last = x.detach().mean(0)
+        return s.linear(x)
+
+    module = of(forward)
+    module.register_buffer("calls", torch.zeros(()))
+    module.register_buffer("last", None)
+    before = module.calls
+    export_onnx(module, path, torch.randn(5, 6))
+    assert module.calls is before and before == 0 and module.last is None
+
+
+def test_weights_of_a_module_with_further_state():
+    class Counted(nn.Linear):
+        steps = (1, [2])
+
+        def get_extra_state(self):
+            return self.steps
+
+        def set_extra_state(self, state):
+            self.steps = state
+
+    module, other = Counted(2, 3), Counted(2, 3)
+    other.steps = (7, [8])
+    weight = module.weight.detach().clone()
+    with weights_from(module, lambda: module.load_state_dict(other.state_dict())):
+        assert torch.equal(module.weight, other.weight) and module.steps == (7, [8])
+    assert torch.equal(module.weight, weight) and module.steps == (1, [2])
 
 
 def test_in_inference_mode_a_forward_that_writes_to_its_buffers(path):

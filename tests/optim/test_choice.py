@@ -561,6 +561,18 @@ def test_measuring_leaves_everything(monkeypatch):
     assert all(torch.equal(p, after[0][name]) for name, p in before[0].items())
 
 
+def test_an_update_that_computes_something_else_is_told(monkeypatch):
+    class Wrong(choice.OptimizerStepper):
+        def step(self):
+            raise ValueError("there is no such kernel\nat all")
+
+    monkeypatch.setattr(choice, "OptimizerStepper", Wrong)
+    hooked(optimizer := optim.NAdam(network().parameters(), 0.01))
+    found, reason = choice.choose(optimizer, RuntimeConfig())
+    assert found.executor == "eager" and set(found.milliseconds) == {"eager"}
+    assert reason.endswith("; it is made as written; it cannot be made in ONNX Runtime: there is no such kernel")
+
+
 @pytest.mark.parametrize("sizes", [[5_000_000], [3, 700_000, 700_000, 700_000, 5], [100_000] * 30, []])
 def test_much_is_measured_by_a_sample(sizes):
     params = [nn.Parameter(torch.zeros(n)) for n in sizes]

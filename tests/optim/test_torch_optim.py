@@ -500,6 +500,18 @@ def test_autograd_knows_of_the_update():
         loss.backward()
 
 
+def test_a_wrong_counter_is_named(monkeypatch):
+    fill = torch.Tensor.fill_
+    monkeypatch.setattr(
+        torch.Tensor, "fill_", lambda self, value: fill(self, value * 1.5 if self.dim() == 0 else value)
+    )
+    p = nn.Parameter(torch.ones(3))
+    hook(optimizer := optim.NAdam([p], 0.1))
+    p.grad = torch.ones(3)
+    with pytest.raises(MismatchError, match="state 'mu_product' of parameter 0 of group 0"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("wrong", ["weight", "state"])
 def test_a_wrong_first_update_is_found_and_taken_back(monkeypatch, wrong):
     ours, theirs, a, b, _ = pair(lambda p: optim.Adam(p, 1e-3, betas=(0.9, 0.99)))

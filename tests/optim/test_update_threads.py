@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lightning.fabric import Fabric
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn, optim
+from torch.utils.data import DataLoader
 
 from lightning_ort.optim.rules import FusedAdam
 from lightning_ort.optim.threads import UpdateThreads, may_take_fewer
-from lightning_ort.optim.torch_optim import StepHook
+from lightning_ort.optim.torch_optim import HookedOptimizers, StepHook
 from lightning_ort.report import OptimizerReport
 from lightning_ort.runtime.config import RuntimeConfig
 
@@ -79,6 +82,52 @@ def test_an_update_that_raises_gives_the_threads_back():
     assert torch.get_num_threads() == 1
     threads.begin()  # the next one, without an end
     threads.end()
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("door", ["automatic", "manual", "fabric"])
+def test_a_step_of_torch_that_raises_gives_the_threads_back(door, monkeypatch):
+    """Torch's own fused step refuses a sparse gradient; it calls no hook then."""
+
+    class Net(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.words = nn.Embedding(10, 4, sparse=True)
+            self.automatic_optimization = door == "automatic"
+
+        def forward(self, batch):
+            return self.words(batch.long()).sum()
+
+        def training_step(self, batch, batch_idx):
+            loss = self(batch)
+            if door == "automatic":
+                return loss
+            self.manual_backward(loss)
+            self.optimizers().step()
+            return None
+
+        def configure_optimizers(self):
+            return optim.Adam(self.parameters(), fused=True)
+
+    monkeypatch.setattr("lightning_ort.optim.threads.UpdateThreads.stay", False)
+    module, batch = Net(), torch.arange(4.0)
+    if door == "fabric":
+        fabric = Fabric(accelerator="cpu", strategy="ort")
+        net, optimizer = fabric.setup(module, module.configure_optimizers())
+        fabric.backward(net(batch))
+        with pytest.raises(RuntimeError, match="sparse"):
+            optimizer.step()
+    else:
+        flags = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = Trainer(strategy="ort", accelerator="cpu", max_steps=1, enable_model_summary=False, **flags)
+        threads_of_teardown = []
+        monkeypatch.setattr(
+            HookedOptimizers, "remove", lambda self: threads_of_teardown.append(torch.get_num_threads())
+        )
+        with pytest.raises(RuntimeError, match="sparse"):
+            trainer.fit(module, DataLoader(batch, batch_size=4))
+        assert set(threads_of_teardown) == {2}
     assert torch.get_num_threads() == 2
 
 

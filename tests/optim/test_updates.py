@@ -9,12 +9,15 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
+from torch import nn, optim
 
 from lightning_ort.optim.rules import SGD, Adam, Lamb, Momentum
+from lightning_ort.optim.settings import OptimizerSettings
 from lightning_ort.optim.update import Update
 from lightning_ort.optim.update import graph as update_graph
 from lightning_ort.optim.update.graph import UpdateGraph, pieces_of
 from lightning_ort.optim.update.update import may_overwrite
+from lightning_ort.optim.updater import Updater
 from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.runtime.factory import SessionFactory
 
@@ -266,6 +269,38 @@ def test_the_graph_runs_as_it_was_checked():
     own.intra_op_num_threads = 3
     made = SessionFactory(RuntimeConfig(session_options=own)).as_written().session_options()
     assert made.graph_optimization_level == level and made.intra_op_num_threads == 3
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_one_thread_stays_one_where_the_graph_is_not_optimized():
+    alone = SessionFactory().on_one_thread()
+    assert alone.in_one_thread() and alone.as_written().in_one_thread()
+    assert not SessionFactory().as_written().in_one_thread()
+
+
+def test_parameters_that_take_turns_have_their_updates_made_once(monkeypatch):
+    """A model with branches: each set of gradients has a graph, which is kept, and each weight a count."""
+    made = []
+    graph_update = Updater._graph_update
+    monkeypatch.setattr(Updater, "_graph_update", lambda self, *a, **k: made.append(a) or graph_update(self, *a, **k))
+    settings = OptimizerSettings("AdamW", clip_grad_norm=1.0)
+    params = {name: torch.ones(5, dtype=torch.float64) for name in "abc"}
+    updater = Updater(dict.fromkeys(params, settings), params, SessionFactory(RuntimeConfig(placement="onnxruntime")))
+    plain = {name: nn.Parameter(torch.ones(5, dtype=torch.float64)) for name in "abc"}
+    optimizer = optim.AdamW(plain.values(), 0.1, (settings.betas), settings.eps, settings.weight_decay)
+    torch.manual_seed(0)
+    for step in range(12):
+        names = ["ab", "abc", "c"][step % 3]
+        gradients = {name: torch.randn(5, dtype=torch.float64) for name in names}
+        optimizer.zero_grad()
+        for name, gradient in gradients.items():
+            plain[name].grad = gradient.clone()
+        nn.utils.clip_grad_norm_(plain.values(), 1.0)
+        optimizer.step()
+        updater.step(gradients, 0.1)
+        for name, param in params.items():
+            torch.testing.assert_close(param, plain[name].detach(), rtol=0, atol=1e-5)
+    assert updater.counts == {"a": 8, "b": 8, "c": 8} and 3 <= len(made) <= 5
 
 
 def test_scalar_work_is_done_once():

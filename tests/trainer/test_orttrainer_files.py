@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -233,6 +235,23 @@ def test_weights_of_more_than_2_gb_lie_beside_the_file(tmp_path, monkeypatch):
 
 PATHS = ["model_after_graph_transforms", "model_with_gradient_graph", "model_with_training_graph",
          "model_with_training_graph_after_optimization"]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_graph_that_cannot_be_written_changes_nothing(tmp_path, error, monkeypatch):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(X.shape[1], 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
+    paths = {"model_with_gradient_graph_path": str(tmp_path / "g.onnx")}
+    found = trainer(ADAM(lr=0.01), model=module, debug={"graph_save_paths": paths}, placement="onnxruntime")
+    before = {k: v.clone() for k, v in found.state_dict(True).items()}
+    with monkeypatch.context() as full:
+        full.setattr("lightning_ort.trainer.debug.save", Mock(side_effect=error("the disk is full")))
+        with pytest.raises(error):
+            found.train_step(X, LABEL)
+    assert all(torch.equal(torch.as_tensor(v), before[k]) for k, v in found.state_dict(True).items())
+    assert not found._files._sessions
+    found.train_step(X[:2], LABEL[:2])  # of another size, and so of a session of its own, which nobody keeps
+    assert not found._files._sessions
 
 
 @pytest.mark.parametrize("config", [ADAM(lr=0.01, lambda_coef=0.1), LAMB(lr=0.01)], ids=lambda c: c.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import onnx.parser
@@ -215,6 +216,33 @@ def test_a_loss_scale_skips_updates_that_are_not_finite(files: dict[str, bytes])
     assert not session.run(["all_finite"], feed)[0].item()
     after = session.get_state()
     assert all(np.array_equal(before[n], after[n]) for n in before)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_gradients_that_are_not_finite_are_told_also_without_an_update(files: dict[str, bytes], steps: int) -> None:
+    given = parameters("" if steps == 1 else "AdamOptimizer", loss_scale=1024.0, gradient_accumulation_steps=steps)
+    session = TrainingSession(files["mlp"], given)
+    feed = {"x": BATCH["x"], "label": BATCH["label"]} | ({RATE: 0.01} if steps > 1 else {})
+    assert session.run(["all_finite"], feed)[0].item()
+    assert not session.run(["all_finite"], feed | {"x": np.full((16, 20), np.inf, np.float32)})[0].item()
+
+
+def test_sessions_that_cannot_be_made_leave_those_that_run(
+    files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, plain = (TrainingSession(files["mlp"], parameters()) for _ in range(2))
+    steps(session, 1)
+    for name in ("TrainingGraph", "WeightUpdate", "signature_session"):
+        with monkeypatch.context() as broken:
+            failing = Mock(side_effect=OSError("does not start"))
+            broken.setattr(f"lightning_ort.training_session.session.{name}", failing)
+            with pytest.raises(Exception, match="does not start"):
+                session.set_providers(["CPUExecutionProvider"])
+    steps(session, 2, start=1)
+    steps(plain, 3)
+    ours, theirs = session.get_state(), plain.get_state()
+    for name, array in theirs.items():
+        np.testing.assert_array_equal(ours[name], array, name)
 
 
 def test_the_session_describes_itself(files: dict[str, bytes], tmp_path: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import math
@@ -22,6 +23,7 @@ from lightning_ort.optim.torch_optim.first_update import allowed
 from lightning_ort.optim.torch_optim.members import is_plain
 from lightning_ort.optim.torch_optim.stepper import OptimizerStepper
 from lightning_ort.runtime.config import RuntimeConfig
+from lightning_ort.validation import first_line
 from lightning_ort.verification import distance
 
 __all__ = [
@@ -67,8 +69,8 @@ def choose(optimizer: Optimizer, config: RuntimeConfig) -> tuple[Choice, str | N
     key = Key.of_update(type(optimizer), [shapes, settings, candidates], sum(p.numel() for p in params), config)
     choice = MEMORY.get(key)
     if choice is None or choice.executor not in candidates:
-        seconds = _measured(optimizer, candidates, config)
-        choice = MEMORY.agreed(key, Choice.among(seconds, AS_WRITTEN))
+        seconds, failed = _measured(optimizer, candidates, config)
+        choice = MEMORY.agreed(key, dataclasses.replace(Choice.among(seconds, AS_WRITTEN), failed=failed))
         MEMORY.put(key, choice)
     return choice, _reason(choice)
 
@@ -78,7 +80,8 @@ def _reason(choice: Choice) -> str | None:
         return None
     names = {FUSED: "by its fused kernel", AS_WRITTEN: "as written", ONNXRUNTIME: "in ONNX Runtime"}
     times = [f"{time:.2g} ms {names[name]}" for name, time in choice.milliseconds.items()]
-    return f"an update was measured to take {', '.join(times)}; it is made {names[choice.executor]}"
+    failed = "".join(f"; it cannot be made {names[name]}: {why}" for name, why in choice.failed.items())
+    return f"an update was measured to take {', '.join(times)}; it is made {names[choice.executor]}{failed}"
 
 
 def _has_fused_kernel(optimizer: Optimizer) -> bool:
@@ -165,8 +168,11 @@ class GroupsOfOneStep(list):
         self._optimizer.param_groups = self._own
 
 
-def _measured(optimizer: Optimizer, candidates: Iterable[str], config: RuntimeConfig) -> dict[str, float]:
-    """Seconds of an update by each of ``candidates`` that can make one."""
+def _measured(
+    optimizer: Optimizer, candidates: Iterable[str], config: RuntimeConfig
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Seconds of an update by each of ``candidates`` that can make one, and why the others cannot."""
+    failed = {}
     twins = {name: _twin(optimizer) for name in candidates}
     runs = {name: _update(twin, name, config) for name, twin in twins.items()}
     with torch.no_grad():
@@ -178,11 +184,12 @@ def _measured(optimizer: Optimizer, candidates: Iterable[str], config: RuntimeCo
                 runs[name]()
                 refused = "" if _agree(_params(twins[name]), expected, before) else "it computes something else"
             except Exception as error:  # what cannot be seen from outside, and torch then does as it is written
-                refused = str(error)
+                refused = first_line(error)
             if refused:
                 _log.info("%s makes no updates of %s: %s", name, type(optimizer).__name__, refused)
+                failed[name] = refused
                 del runs[name]
-        return race(runs)
+        return race(runs), failed
 
 
 def _trained(optimizer: Optimizer) -> list[Tensor]:

@@ -16,6 +16,9 @@ from lightning_ort.verification import UPDATE, UPDATE_ROUNDING, distance, larges
 
 __all__ = ["FirstUpdate", "allowed"]
 
+_COUNTERS = "step", "mu_product"
+"""what torch's optimizers call them; the second one is NAdam's"""
+
 
 class FirstUpdate:
     """Has torch make the coming update on copies, to compare with what ONNX Runtime makes of the originals.
@@ -49,7 +52,7 @@ class FirstUpdate:
                 if ours <= UPDATE_ROUNDING * theirs:
                     continue
                 self._restore()
-                what = "the new value" if n == 0 else f"state {(*m.names, 'step')[n - 1]!r}"
+                what = "the new value" if n == 0 else f"state {(*m.names, *_COUNTERS)[n - 1]!r}"
                 raise MismatchError(
                     f"{type(self._optimizer).__name__}: {what} of {self._name(m)} differs between ONNX Runtime and "
                     f"torch: largest difference {off:.3g}, allowed {most:.3g}. Nothing was updated. Please report "
@@ -111,7 +114,7 @@ def _tensors(member: Member) -> Iterator[Tensor]:
 
 
 def _counter_names(member: Member, state: Any) -> list[str]:
-    return [name for name in ("step", "mu_product") if name in state][: len(member.counters)]
+    return [name for name in _COUNTERS if name in state][: len(member.counters)]
 
 
 def allowed(wanted: Tensor, scale: Tensor) -> float:

@@ -92,10 +92,14 @@ class StepHook:
 
     def remove(self) -> None:
         """Leave the updates to torch from now on."""
-        self._threads.end()
-        self._give_groups_back()
+        self.break_off()
         for handle in self._handles:
             handle.remove()
+
+    def break_off(self) -> None:
+        """There is no update to come of a step that has begun, if any has."""
+        self._threads.end()
+        self._give_groups_back()
 
     @property
     def idle(self) -> bool:
@@ -274,10 +278,20 @@ class HookedOptimizers:
         """Have the hook of ``optimizer``, if it has one that does anything, come after all others in the next step."""
         if self._hooks and all(hook.idle for hook in self._hooks):
             return
-        found = local_part(unwrapped(optimizer))
-        hook = _PRESENT.get(found, lambda: None)() if isinstance(found, Optimizer) else None
+        hook = self._hook_of(optimizer)
         if hook is not None:
             hook.come_last()
+
+    def step_raised(self, optimizer: Any) -> None:
+        """A step of ``optimizer`` has raised, before any post-hook: it has its groups again, torch its threads."""
+        hook = self._hook_of(optimizer)
+        if hook is not None:
+            hook.break_off()
+
+    @staticmethod
+    def _hook_of(optimizer: Any) -> StepHook | None:
+        found = local_part(unwrapped(optimizer))
+        return _PRESENT.get(found, lambda: None)() if isinstance(found, Optimizer) else None
 
     def _torch_optimizer(self, optimizer: Any) -> Optimizer | None:
         """The one to hook, which users may have wrapped; what stands in for none at all is Lightning's own."""
