@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_ort.compiler.global_state import drawing_as_traced
 from lightning_ort.compiler.kept import Kept
 from lightning_ort.compiler.reference import ForkedRNG
+from lightning_ort.compiler.tensor_hooks import WatchedOutput, active, attach
 
 if TYPE_CHECKING:
     from lightning_ort.compiler.compilation import Pair
     from lightning_ort.compiler.region import Region
 
-__all__ = ["ApartStep", "LossStep", "Node", "PairStep", "all_finite", "divided", "hand_out", "node_of_loss"]
+__all__ = ["ApartStep", "LossStep", "Node", "PairStep", "all_finite", "divided", "makes_nan", "multiply"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +66,8 @@ def _start(ctx: Any, region: Region, apart: Collection[int], pair: Pair | None =
     ctx.set_materialize_grads(False)
     ctx.region, ctx.pair, ctx.apart = region, pair, bool(apart)
     ctx.used, ctx.used_before, ctx.used_by = frozenset(), frozenset(), None
+    ctx.visited_by, ctx.waiting = None, (None, {})
+    ctx.watched = ()  # outputs to which hooks may come, once the run has given them
     ctx.rng = ForkedRNG.state(region.device) if region.has_draws else None
 
 
@@ -95,6 +97,57 @@ def _arrived(ctx: Any, incoming: Any) -> dict[int, torch.Tensor]:
             )
         ctx.kept.check(arrived)
     return arrived
+
+
+def _with_waiting(step: Any, arrived: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """``arrived`` at ``step``, and what other nodes of its run have left for it in this backward."""
+    task = step.visited_by = torch._C._current_graph_task_id()
+    (waiting_for, waiting), step.waiting = step.waiting, (None, {})
+    return arrived | waiting if waiting_for == task else arrived
+
+
+def _by_hooks(step: Any, arrived: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor | None] | None:
+    """Gradients by the inputs in :attr:`Region.wanted` where hooks wait for some on their way; else ``None``."""
+    watched = active(step.watched)
+    if not watched:
+        return None
+    kept, _ = _take_kept(step, arrived)
+    create_graph = torch.is_grad_enabled()
+    return _recompute(step.region, kept, step.rng, arrived, create_graph=create_graph, watched=watched)
+
+
+def _recompute(
+    region: Region,
+    kept: Kept,
+    start: Any,
+    incoming: Mapping[int, torch.Tensor],
+    *,
+    create_graph: bool,
+    watched: Sequence[WatchedOutput] = (),
+) -> list[torch.Tensor | None]:
+    """Gradients by torch, from the inputs of a run and its random state, with the hooks of ``watched`` outputs."""
+    with torch.enable_grad():
+        local = kept.inputs(incoming, with_graph=create_graph)
+        for i, x in enumerate(local):
+            if not isinstance(x, torch.Tensor):
+                continue
+            if i not in region.wanted:
+                local[i] = x.detach().clone() if i in region.changed else x.detach()
+            else:  # an alias, because hooks of x itself run when its gradient arrives, and not here as well
+                local[i] = x.view_as(x) if create_graph else x.detach().requires_grad_()
+    with ForkedRNG(region.device, start), torch.enable_grad():
+        with region.surroundings.applied(), drawing_as_traced(region.graph, region.device):
+            outputs = region.graph.forward(*local)
+        attach(watched, outputs, incoming)
+        gradients = torch.autograd.grad(
+            [outputs[i] for i in incoming],
+            [local[i] for i in region.wanted],
+            list(incoming.values()),
+            create_graph=create_graph,
+            allow_unused=True,
+        )
+        # of what is empty, some kernels give the input itself, which adding up would count as changed
+        return [g.clone() if g is not None and not g.numel() else g for g in gradients]
 
 
 def _is_used_up(ctx: Any, arrived: Collection[int]) -> bool:
@@ -149,38 +202,41 @@ class LossStep(torch.autograd.Function):
     @staticmethod
     @torch.compiler.disable
     def backward(ctx: Any, *incoming: torch.Tensor | None) -> Any:
-        arrived = _arrived(ctx, incoming)
+        arrived = _with_waiting(ctx, _arrived(ctx, incoming))
         region: Region = ctx.region
         if not arrived:
             return (None, None, None, *([None] * len(region.wanted)))
+        hooked = _by_hooks(ctx, arrived)
+        if hooked is not None:
+            return (None, None, None, *hooked)
         (kept, keeps), gradients, again = _take_kept(ctx, arrived), ctx.gradients, torch.is_grad_enabled()
         if not keeps and ctx.loss in arrived:
             ctx.gradients = None
         if again or gradients is None or set(arrived) != {ctx.loss}:
             if not again and set(arrived) != {ctx.loss}:
                 region.leave_loss()
-            return (None, None, None, *region.recompute(kept, ctx.rng, arrived, create_graph=again))
+            return (None, None, None, *_recompute(region, kept, ctx.rng, arrived, create_graph=again))
         # a comparison would wait for the device; on the CPU it saves a pass over all gradients
         factor: Any = arrived[ctx.loss]
         if factor.device.type == "cpu":
             factor = factor.item()
-            if ctx.finite is None and _makes_nan(factor, gradients):
-                return (None, None, None, *region.recompute(kept, ctx.rng, arrived, create_graph=False))
+            if ctx.finite is None and makes_nan(factor, gradients):
+                return (None, None, None, *_recompute(region, kept, ctx.rng, arrived, create_graph=False))
         if keeps:
             gradients = [None if g is None else g.clone() for g in gradients]
         if ctx.finite is None:
-            _multiply([g for g in gradients if g is not None], factor)
+            multiply([g for g in gradients if g is not None], factor)
         else:
-            _multiply([g for g in gradients if g is not None and g.dtype.itemsize >= 4], factor)
+            multiply([g for g in gradients if g is not None and g.dtype.itemsize >= 4], factor)
             # those are still scaled
-            _multiply([g for g in gradients if g is not None and g.dtype.itemsize < 4], factor / ctx.scale)
+            multiply([g for g in gradients if g is not None and g.dtype.itemsize < 4], factor / ctx.scale)
             assert region.scaling is not None
             inputs = [kept.args[i] for i in region.wanted]
             region.scaling.note(ctx.finite, [x for x in inputs if isinstance(x, torch.nn.Parameter)])
         return (None, None, None, *gradients)
 
 
-def _makes_nan(factor: float, gradients: Sequence[torch.Tensor | None]) -> bool:
+def makes_nan(factor: float, gradients: Sequence[torch.Tensor | None]) -> bool:
     """Whether a zero may meet what is not finite, in a product at the end where eager need not have one."""
     if math.isfinite(factor):
         return factor == 0.0 and not all_finite([g for g in gradients if g is not None])
@@ -193,103 +249,9 @@ def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
     return all(bool(x.isfinite()) for x in largest)
 
 
-def _multiply(gradients: list[torch.Tensor], factor: Any) -> None:
+def multiply(gradients: list[torch.Tensor], factor: Any) -> None:
     if gradients and not (isinstance(factor, float) and factor == 1.0):
         torch._foreach_mul_(gradients, factor)
-
-
-# -- without torch's engine, which takes longer to hand out gradients than a small step to compute them ---------------
-
-
-def node_of_loss(loss: Any) -> Any:
-    """The node of the :class:`LossStep` whose only output with a gradient is ``loss``; ``None`` if it is none."""
-    node: Any = getattr(loss, "grad_fn", None)
-    if getattr(node, "_forward_cls", None) is not LossStep or loss._backward_hooks or loss.retains_grad:
-        return None
-    return node if len(node.positions) == 1 and not node.apart else None
-
-
-def hand_out(loss: torch.Tensor, node: Any) -> bool:
-    """Give parameters their gradients as ``loss.backward()`` would, if it would do nothing else.
-
-    Args:
-        loss: a scalar, the output of ``node`` or that divided by a number.
-        node: from :func:`node_of_loss`; it has no hooks, which could not be seen here.
-
-    Returns:
-        Whether that is done. If not, because somebody waits for a gradient on its way, because one reaches other
-        tensors than parameters, or because torch has to compute it, nothing has been changed.
-
-    Raises:
-        RuntimeError: eager would refuse the gradients.
-    """
-    factor = _factor_of(loss, node)
-    if factor is None or loss._backward_hooks or loss.retains_grad or node.kept is None or node.gradients is None:
-        return False
-    if node.finite is not None or torch.is_anomaly_enabled() or torch.autograd._profiler_enabled():
-        return False
-    args = node.kept.args
-    pairs = [(args[i], g) for i, g in zip(node.region.wanted, node.gradients, strict=True) if g is not None]
-    if any(_is_watched(p) or not p.is_contiguous() for p, _ in pairs):
-        return False
-    # somebody else who holds an end may have put hooks there
-    idle = _idle_references()
-    if any(count > idle for count in _references(node.next_functions)):
-        return False
-    before = [p.grad for p, _ in pairs]
-    if any(b is not None and not _takes(b, g) for b, (_, g) in zip(before, pairs, strict=True)):
-        return False
-    gradients = [g for _, g in pairs]
-    if not math.isfinite(factor) or _makes_nan(factor, gradients):
-        return False
-    node.kept.check([node.loss])
-    node.kept = node.gradients = None
-    _multiply(gradients, factor)
-    sums = [(b, g) for b, g in zip(before, gradients, strict=True) if b is not None]
-    if sums:
-        torch._foreach_add_(*map(list, zip(*sums, strict=True)))
-    for (p, g), b in zip(pairs, before, strict=True):
-        if b is None:
-            p.grad = g
-    return True
-
-
-def _factor_of(loss: torch.Tensor, node: Any) -> float | None:
-    """The gradient that arrives at ``node``; ``None`` if that is not known."""
-    last: Any = loss.grad_fn
-    if last is node:
-        return 1.0
-    if type(last).__name__ != "DivBackward0" or last.next_functions != ((node, *node.positions), (None, 0)):
-        return None
-    number = last._saved_other
-    if number.device.type != "cpu":  # waiting for it would take longer than the engine
-        return None
-    return 1.0 if number.item() == 1 else (torch.ones((), dtype=loss.dtype) / number).item()
-
-
-def _is_watched(tensor: Any) -> bool:
-    """Whether its gradient goes elsewhere than to its ``grad``."""
-    is_end = type(tensor) is torch.nn.Parameter and tensor.is_leaf
-    return not is_end or bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
-
-
-def _takes(total: torch.Tensor, gradient: torch.Tensor) -> bool:
-    """Whether ``gradient`` can be added to ``total`` in place."""
-    alike = total.dtype == gradient.dtype and total.device == gradient.device and total.layout == gradient.layout
-    return alike and type(total) is torch.Tensor and not total.requires_grad
-
-
-def _references(functions: Sequence[tuple[Any, int]]) -> list[int]:
-    """How many refer to each of the nodes, those of this function included."""
-    return [sys.getrefcount(function) for function, _ in functions]
-
-
-@functools.cache
-def _idle_references() -> int:
-    """:func:`_references` of an end of a graph that nobody but the graph refers to."""
-    graph: Any = torch.zeros((), requires_grad=True) * 2  # alive meanwhile: torch counts differently where it is not
-    (count,) = _references(graph.grad_fn.next_functions[:1])
-    return count
 
 
 class PairStep(torch.autograd.Function):
@@ -312,16 +274,13 @@ class PairStep(torch.autograd.Function):
         kept_results = [p for p, own in pair.own if not own and p in positions] if saved is not None else []
         ctx.read_again = {positions[p]: (outputs[p].detach(), outputs[p]._version) for p in kept_results}
         ctx.shapes = [(o.shape, o.dtype, o.device) for o in outputs]
-        ctx.visited_by, ctx.waiting = None, (None, {})
         return _end(ctx, outputs, apart)
 
     # a gradient asked for between two regions arrives while Dynamo watches, which must not compile this
     @staticmethod
     @torch.compiler.disable
     def backward(ctx: Any, *incoming: torch.Tensor | None) -> Any:
-        task = ctx.visited_by = torch._C._current_graph_task_id()
-        (waiting_for, waiting), ctx.waiting = ctx.waiting, (None, {})
-        arrived = _arrived(ctx, incoming) | (waiting if waiting_for == task else {})
+        arrived = _with_waiting(ctx, _arrived(ctx, incoming))
         return (None, None, None, None, *_gradients_of_pair(ctx, ctx, arrived))
 
 
@@ -339,12 +298,15 @@ def _gradients_of_pair(step: Any, node: Any, arrived: Mapping[int, torch.Tensor]
         # autograd, on its way to others, lets go of saved tensors here as well
         node.in_torch |= not torch._C._autograd._get_current_graph_task_keep_graph()
         return [None] * len(region.wanted)
+    hooked = _by_hooks(step, arrived)
+    if hooked is not None:
+        return hooked
     kept, keeps = _take_kept(step, arrived)
     in_torch, read_again = node.in_torch, node.read_again
     if not keeps:  # autograd lets go of saved tensors
         node.in_torch, node.read_again = True, {}
     if torch.is_grad_enabled() or in_torch:
-        return region.recompute(kept, step.rng, arrived, create_graph=torch.is_grad_enabled())
+        return _recompute(region, kept, step.rng, arrived, create_graph=torch.is_grad_enabled())
     tangents = []
     for output in region.differentiable:
         gradient = arrived.get(output)
@@ -354,10 +316,10 @@ def _gradients_of_pair(step: Any, node: Any, arrived: Mapping[int, torch.Tensor]
         tangents.append(gradient)
     changed = {output for output, (alias, version) in read_again.items() if alias._version != version}
     if changed and not kept.reads_outputs(arrived, changed):
-        return region.recompute(kept, step.rng, arrived, create_graph=False)
+        return _recompute(region, kept, step.rng, arrived, create_graph=False)
     found = region.run_backward(pair, pair.inputs(kept.args, node.saved_tensors, kept.copies), tangents, arrived)
     if len(arrived) < len(tangents) and not region.finite_where_shared(found, arrived):
-        return region.recompute(kept, step.rng, arrived, create_graph=False)
+        return _recompute(region, kept, step.rng, arrived, create_graph=False)
     if not pair.verified:
         found, pair.verified = region.first_run.check_backward(
             pair.backward,
@@ -399,18 +361,19 @@ class ApartStep(torch.autograd.Function):
         step = ctx.step
         at_positions = dict(zip(ctx.positions, incoming, strict=True))
         arrived = _arrived(step, [at_positions.get(p) for p in range(1 + max(ctx.positions))])
-        if step.pair is None:
-            found = _gradients_beside_loss(step, arrived)
-        elif ctx.within and _is_ahead(step):
-            step.waiting[1].update(arrived)  # one run of the backward graph for all
+        found: Sequence[torch.Tensor | None]
+        if ctx.within and (step.pair is not None or active(step.watched)) and _is_ahead(step):
+            step.waiting[1].update(arrived)  # one run of the backward graph for all, and one call of each hook
             found = [None] * len(step.region.wanted)
+        elif step.pair is None:
+            found = _gradients_beside_loss(step, arrived)
         else:
             found = _gradients_of_pair(step, ctx, arrived)
         return (None, None, None, *([None] * len(ctx.positions)), *found)
 
 
 def _is_ahead(step: Any) -> bool:
-    """Whether the backward that is running will visit ``step``, of a :class:`PairStep`, which then waits for more."""
+    """Whether the backward that is running will visit ``step``, which then waits for more."""
     task = torch._C._current_graph_task_id()
     if step.visited_by == task or not torch._C._will_engine_execute_node(step):
         return False
@@ -424,8 +387,11 @@ def _gradients_beside_loss(step: Any, arrived: Mapping[int, torch.Tensor]) -> Se
     region: Region = step.region
     if not arrived:
         return [None] * len(region.wanted)
+    hooked = _by_hooks(step, arrived)
+    if hooked is not None:
+        return hooked
     kept, _ = _take_kept(step, arrived)
     again = torch.is_grad_enabled()
     if not again:
         region.leave_loss()
-    return region.recompute(kept, step.rng, arrived, create_graph=again)
+    return _recompute(region, kept, step.rng, arrived, create_graph=again)

@@ -27,12 +27,14 @@ class EagerGraph:
         saved_outputs: numbers of the outputs that are.
         reached: numbers of the inputs that get a gradient; all where that is not known.
         used: numbers of the functions that keep something, which their first backward lets go of.
+        inner: numbers of the outputs by which gradients of other outputs come.
     """
 
     saved: dict[int, frozenset[int]]
     saved_outputs: dict[int, frozenset[int]]
     reached: dict[int, frozenset[int]]
     used: dict[int, frozenset[int]]
+    inner: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, region: fx.GraphModule, differentiable: Sequence[int]) -> EagerGraph:
@@ -49,17 +51,24 @@ class EagerGraph:
         saved, saved_outputs, reached, used = {}, {}, {}, {}
         functions: dict[Any, int] = {}
         keeping_nothing = _resizing(region)
+        made: dict[Any, list[int]] = {}
+        for output in differentiable:
+            made.setdefault(_function_of(outputs[output]), []).append(output)
+        inner: set[int] = set(made.pop(None, ()))
         for output in differentiable:
             kept: set[int] = set()
             ends: set[int] = set()
             keeping: set[int] = set()
-            pending, seen = [_function_of(outputs[output])], set()
-            unknown = pending == [None]
+            first, seen = _function_of(outputs[output]), set()
+            pending = [first]
+            unknown = first is None
             while pending:
                 function = pending.pop()
                 if function is None or function in seen:
                     continue
                 seen.add(function)
+                if function is not first:
+                    inner.update(made.get(function, ()))
                 if function in sources:
                     ends.add(sources[function])
                 elif hasattr(function, "variable"):
@@ -76,7 +85,7 @@ class EagerGraph:
             saved_outputs[output] = frozenset(i for key in kept for i in of_outputs.get(key, ()))
             reached[output] = frozenset(range(len(inputs)) if unknown else ends)
             used[output] = frozenset(keeping)
-        return cls(saved, saved_outputs, reached, used)
+        return cls(saved, saved_outputs, reached, used, frozenset(inner))
 
 
 def _resizing(region: fx.GraphModule) -> set[Any]:

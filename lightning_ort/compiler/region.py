@@ -16,7 +16,7 @@ from lightning_ort.compiler.contest import MEMORY, Choice, Contest, Key, measure
 from lightning_ort.compiler.executors.executable import Account, Eager, Executable, timed_in_torch
 from lightning_ort.compiler.first_run import FirstRun, Incoming
 from lightning_ort.compiler.functional_graph import Untraceable
-from lightning_ort.compiler.global_state import Surroundings, drawing_as_traced, takes_gradients
+from lightning_ort.compiler.global_state import Surroundings, takes_gradients
 from lightning_ort.compiler.graph_report import report_of
 from lightning_ort.compiler.kept import Kept, before_write, in_torch
 from lightning_ort.compiler.loss_scale import LossScaling
@@ -24,6 +24,7 @@ from lightning_ort.compiler.outputs import OutputLayout, overlap
 from lightning_ort.compiler.placement import source_line
 from lightning_ort.compiler.plan import Fallback
 from lightning_ort.compiler.reference import ForkedRNG, rehearsal
+from lightning_ort.compiler.tensor_hooks import watch
 from lightning_ort.compiler.trace import Derivative, fake_inputs
 from lightning_ort.report import timeline
 from lightning_ort.runtime.factory import SessionFactory
@@ -54,6 +55,8 @@ class Region:
         differentiable: numbers of the outputs at which gradients may arrive.
         outputs_by_position: position among the tensors of a run to the number of the differentiable output it is.
         not_differentiable: positions among the tensors of a run that have no gradient.
+        changed: numbers of the inputs that a run changes.
+        surroundings: what the graph was traced under.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class Region:
         self.graph, self.device, self.scaling = graph, sessions.device, scaling
         self._sessions, self._verify, self._on_chosen = sessions, verify, on_chosen
         self._fakes = fake_inputs(graph, example_inputs)
-        self._surroundings = Surroundings.present()
+        self.surroundings = Surroundings.present()
         self._layout = OutputLayout(graph)
         self.wanted = [i for i, x in enumerate(self._fakes) if isinstance(x, torch.Tensor) and x.requires_grad]
         # autograd visits what made an input, even without a gradient for it, and eager may not
@@ -77,18 +80,19 @@ class Region:
         self._edges: list[int | None] = []  # of those in wanted, what leads to any output
         self._partial: list[int] = []  # what leads to some outputs, and may have been made by something
         self._nodes: dict[frozenset[int], list[Node]] = {}
-        self._changed: list[int] = []
+        self._inner: frozenset[int] = frozenset()  # outputs to which hooks may come that gradients of others pass
+        self.changed: list[int] = []
         self._one_graph = False
         self._loss: Executable | None = None
         self._pair: Pair | None = None
         self._plain: Executable | None = None
-        self.first_run = FirstRun(graph, self.wanted, self.device, self._surroundings)
+        self.first_run = FirstRun(graph, self.wanted, self.device, self.surroundings)
         self._compilation = Compilation(
             graph,
             self._fakes,
             self._layout,
             sessions,
-            self._surroundings,
+            self.surroundings,
             name=self.first_run.input_name,
             scaled=scaling is not None,
             verify=verify,
@@ -138,7 +142,7 @@ class Region:
             self._choose(make("onnxruntime" if self._sessions.config.by_speed else placement))
             return
         kind = f"{derivative.value} {list(differentiated)} {self.scaling is not None}"
-        key = Key.of(self.graph, self._fakes, kind, self._surroundings, self._sessions.config)
+        key = Key.of(self.graph, self._fakes, kind, self.surroundings, self._sessions.config)
         known = self._choice or MEMORY.get(key)  # the former holds for the region in another form as well
         if known is None:
             unit = make("onnxruntime")
@@ -204,7 +208,8 @@ class Region:
             partial = (anywhere - everywhere).intersection(self.wanted)
             self._partial = [i for i in sorted(partial) if not isinstance(self._fakes[i], torch.nn.Parameter)]
             self._nodes = {}
-        self._changed = self.first_run.changed = [i for i, _ in executable.updates]
+            self._inner = self._compilation.keeping.eager.inner
+        self.changed = self.first_run.changed = [i for i, _ in executable.updates]
         self.has_draws = executable.has_draws
         self._layout.learn(executable)
         self.outputs_by_position = self._layout.differentiable_positions
@@ -232,7 +237,7 @@ class Region:
         with ForkedRNG(self.device):
             inputs, incoming = self._inputs(args), self._ones(unit, args)
             tangents = [g for g in incoming.values() if g is not None]
-            eager = rehearsal(self.graph, args, incoming, self.wanted, changed=self._changed)
+            eager = rehearsal(self.graph, args, incoming, self.wanted, changed=self.changed)
             return contest.settle(
                 unit,
                 lambda other: other.rehearse(inputs, tangents),
@@ -273,7 +278,7 @@ class Region:
     # -- execution ------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any) -> Sequence[Any]:
-        if self._changed and overlap(args, self._changed):
+        if self.changed and overlap(args, self.changed):
             self._tell_of_overlap()
             return self._in_eager(*args)
         if self._contest is not None:
@@ -290,7 +295,11 @@ class Region:
             tensors = self._apart(args, made)
         else:
             tensors = self._step(args, (), [None if i is None else args[i] for i in self._edges])
-        return self._layout.arrange(executable, tensors, args)
+        outputs = self._layout.arrange(executable, tensors, args)
+        if self._inner:
+            step = _node_of(tensors)
+            step.watched = watch(outputs, self._inner, step)
+        return outputs
 
     def _step(self, args: Sequence[Any], apart: Sequence[int], differentiable: Sequence[Any]) -> Sequence[torch.Tensor]:
         if self._loss is not None:
@@ -307,7 +316,7 @@ class Region:
         apart = [p for node in others for p in node.positions]
         tensors = list(self._step(args, apart, [None if i is None else args[i] for i in first.edges]))
         if others:
-            step = next(x.grad_fn for x in tensors if x.grad_fn is not None)
+            step = _node_of(tensors)
         for node in others:
             given = [tensors[p] for p in node.positions] + [None if i is None else args[i] for i in node.edges]
             again = ApartStep.apply(step, node.positions, node.within, *given)
@@ -411,33 +420,10 @@ class Region:
                 torch._foreach_copy_(targets, [results[position] for _, position in executable.updates])
         return results
 
-    # -- recomputation ---------------------------------------------------------------------------------------------
 
-    def recompute(
-        self, kept: Kept, start: Any, incoming: Mapping[int, torch.Tensor], *, create_graph: bool
-    ) -> list[torch.Tensor | None]:
-        """Gradients by torch, from the inputs of a run and its random state."""
-        with torch.enable_grad():
-            local = kept.inputs(incoming, with_graph=create_graph)
-            for i, x in enumerate(local):
-                if not isinstance(x, torch.Tensor):
-                    continue
-                if i not in self.wanted:
-                    local[i] = x.detach().clone() if i in self._changed else x.detach()
-                else:  # an alias, because hooks of x itself run when its gradient arrives, and not here as well
-                    local[i] = x.view_as(x) if create_graph else x.detach().requires_grad_()
-        with ForkedRNG(self.device, start), torch.enable_grad():
-            with self._surroundings.applied(), drawing_as_traced(self.graph, self.device):
-                outputs = self.graph.forward(*local)
-            gradients = torch.autograd.grad(
-                [outputs[i] for i in incoming],
-                [local[i] for i in self.wanted],
-                list(incoming.values()),
-                create_graph=create_graph,
-                allow_unused=True,
-            )
-            # of what is empty, some kernels give the input itself, which adding up would count as changed
-            return [g.clone() if g is not None and not g.numel() else g for g in gradients]
+def _node_of(tensors: Sequence[torch.Tensor]) -> Any:
+    """The node of autograd of a run that has given ``tensors``."""
+    return next(x.grad_fn for x in tensors if x.grad_fn is not None)
 
 
 def _uncounted(graph: fx.GraphModule) -> frozenset[int]:

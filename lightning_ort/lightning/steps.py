@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
-from lightning_ort.compiler.autograd import hand_out, node_of_loss
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.executors.executable import timed_in_torch
+from lightning_ort.compiler.hand_out import hand_out, node_of_loss
 from lightning_ort.lightning.compiled import CompiledMethods
 from lightning_ort.lightning.logged import LogRecorder, logged_so_far, results_stay
 from lightning_ort.lightning.precision import ORTPrecision

@@ -13,7 +13,7 @@ from parity import assert_fit_parity, fit
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from lightning_ort.compiler import autograd
+from lightning_ort.compiler.hand_out import hand_out
 from lightning_ort.lightning import steps
 
 pytestmark = pytest.mark.stock_only
@@ -25,7 +25,7 @@ def handed_out(monkeypatch):
     found = []
 
     def spy(loss, node):
-        found.append(autograd.hand_out(loss, node))
+        found.append(hand_out(loss, node))
         return found[-1]
 
     monkeypatch.setattr(steps, "hand_out", spy)
@@ -226,10 +226,10 @@ def test_a_second_backward():
         net.zero_grad()
         loss = step(torch.ones(2, 3)) / 2
         source = loss.grad_fn.next_functions[0][0]
-        assert autograd.hand_out(loss, source)
+        assert hand_out(loss, source)
         expected = torch.autograd.grad(net(torch.ones(2, 3)).square().mean() / 2, [*net.parameters()])
         for p, gradient in zip(net.parameters(), expected, strict=True):
             torch.testing.assert_close(p.grad, gradient)
-        assert not autograd.hand_out(loss, source)
+        assert not hand_out(loss, source)
         with pytest.raises(RuntimeError, match="backward through the graph a second time"):
             loss.backward()
