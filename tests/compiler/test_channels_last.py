@@ -177,6 +177,52 @@ def test_images_lie_as_it_is_fast(monkeypatch):
     assert not seen.last & norms
 
 
+def test_a_group_norm_behind_what_is_not_trained():
+    """Its kernel takes a process down where channels lie last and the gradient of the image is not asked for."""
+
+    class Tuned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.frozen, self.norm = nn.Conv2d(3, 32, 3).requires_grad_(False), nn.GroupNorm(4, 32)
+            self.last = nn.Conv2d(32, 32, 3)
+
+        def forward(self, x):
+            return self.last(self.norm(self.frozen(x))).square().mean()
+
+    torch.manual_seed(0)
+    net, x = Tuned(), torch.randn(4, 3, 20, 20)
+    function, graphs = compiled(net)
+    loss = function(x)
+    trained = [p for p in net.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(loss, trained)
+    expected = torch.autograd.grad(net(x), trained)
+    assert [g.executor for g in graphs] == [LAST]
+    for got, wanted in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-5)
+
+
+@torch.library.custom_op("tests_of_channels_last::row_sums", mutates_args=())
+def row_sums(x: torch.Tensor) -> torch.Tensor:
+    """As code in C would, it reads entries as they follow one another in memory."""
+    flat = x.as_strided((x.numel(),), (1,), x.storage_offset())
+    return flat.view(-1, x.shape[-1]).sum(1)
+
+
+@row_sums.register_fake
+def _(x):
+    return x.new_empty(x.numel() // x.shape[-1])
+
+
+def test_operators_of_users_get_what_eager_gives_them():
+    net, x = nn.Conv2d(3, 16, 3), torch.randn(8, 3, 40, 40)
+    with torch.no_grad():
+        function, graphs = compiled(lambda x: row_sums(net(x).relu()), "fastest")
+        torch.testing.assert_close(function(x), row_sums(net(x).relu()), rtol=1e-4, atol=1e-4)
+        assert LAST not in graphs[0].milliseconds
+        function, graphs = compiled(lambda x: row_sums(net(x).relu()))
+        torch.testing.assert_close(function(x), row_sums(net(x).relu()), rtol=1e-4, atol=1e-4)
+
+
 def test_gradients_of_several_outputs():
     """What the backward graph reads of the forward graph keeps its layout between them."""
     ours = UNet()

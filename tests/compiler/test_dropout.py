@@ -12,6 +12,9 @@ from modules import CLASSES, FEATURES, VOCABULARY, Classifier, ConvNet, Regresso
 from parity import MemoryLogger, assert_fit_parity
 from torch import nn
 
+from lightning_ort.compiler import ORTBackend
+from lightning_ort.runtime.config import RuntimeConfig
+
 
 def test_dropout_with_shuffled_data_and_validation():
     """The sampler draws from the stream that dropout draws from, so a single extra draw would show."""
@@ -255,6 +258,42 @@ def test_dropout_of_each_sample_by_itself(layer, randomness):
         results.append([out.detach(), *torch.autograd.grad(out.square().sum(), x), torch.rand(2)])
     for got, expected in zip(*reversed(results), strict=True):
         torch.testing.assert_close(got, expected)
+
+
+BEHIND = {
+    "roll": lambda x: x.roll((1, -2), (1, 2)),
+    "flat roll": lambda x: x.roll(3),
+    "channel_shuffle": lambda x: F.channel_shuffle(x, 4),
+    "max_unpool": lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2),
+    "logsigmoid": F.logsigmoid,
+    "rrelu": lambda x: F.rrelu(x, training=False),
+}
+
+
+@pytest.mark.parametrize("placement", ["onnxruntime", "torch"])
+@pytest.mark.parametrize("lies", [torch.channels_last, torch.contiguous_format, "permuted"])
+@pytest.mark.parametrize("name", BEHIND)
+def test_masks_lie_as_what_they_are_for(name, lies, placement):
+    """Where torch's tracing has other strides than its kernels, the numbers would come in another order."""
+    x = torch.randn(2, 16, 8, 6, dtype=torch.float64)
+    x = (
+        x.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
+        if lies == "permuted"
+        else x.contiguous(memory_format=lies)
+    )
+    x.requires_grad_()
+
+    def step(x):
+        return F.dropout(BEHIND[name](x.cos()), 0.5).square().mean()
+
+    compiled = torch.compile(step, backend=ORTBackend(RuntimeConfig(placement=placement)))
+    found = []
+    for function in (step, compiled):
+        torch.manual_seed(0)
+        loss = function(x)
+        found.append((loss, *torch.autograd.grad(loss, x), torch.rand(3)))
+    for wanted, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted)
 
 
 def test_own_generator():

@@ -26,6 +26,7 @@ __all__ = [
     "decomposes",
     "keeps",
     "keeps_if_native",
+    "lies_as_read",
     "refuse_unless",
 ]
 
@@ -115,6 +116,21 @@ _FAKES: dict[Any, Callable[..., Tensor]] = {}
 """What tells the sizes of results where sizes may be open, which torch's own of some interpolations does not take."""
 
 
+_LIKE_IMAGES: dict[Any, Callable[..., bool]] = {}
+
+
+def lies_as_read(overload: Any, when: Callable[..., bool] = lambda *args: True) -> None:
+    """On the CPU, the result of ``overload`` lies as the image that it reads, and torch's tracing says otherwise.
+
+    Random numbers are drawn into memory in its order.
+
+    Args:
+        overload: the operator.
+        when: whether it does with these arguments.
+    """
+    _LIKE_IMAGES[overload] = when
+
+
 def _like(sizes: Sequence[Any], image: Tensor) -> Tensor:
     return torch.empty(sizes, dtype=image.dtype, device=image.device, memory_format=suggest_memory_format(image))
 
@@ -130,6 +146,7 @@ def composites(*, native: bool = False) -> Iterator[None]:
     chosen: dict[Any, Callable[..., Any] | None] = {**_COMPOSITES}
     if native:
         chosen = {**{o: f for o, f in _COMPOSITES.items() if o in _NATIVE}, **_NATIVE_ONLY}
+    chosen |= {overload: functools.partial(_as_read, overload, when) for overload, when in _LIKE_IMAGES.items()}
     before = {overload: dict(overload.py_kernels) for overload in chosen}
     for overload, function in chosen.items():
         for key in _keys(overload):
@@ -150,6 +167,14 @@ def composites(*, native: bool = False) -> Iterator[None]:
             overload.py_kernels.clear()
             overload.py_kernels.update(kernels)
             overload._dispatch_cache.clear()
+
+
+def _as_read(overload: Any, when: Callable[..., bool], image: Tensor, *args: Any) -> Any:
+    with torch._C._DisablePythonDispatcher():
+        result = overload(image, *args)
+    if image.device.type != "cpu" or not when(image, *args):
+        return result
+    return result.contiguous(memory_format=suggest_memory_format(image))
 
 
 def _keys(overload: Any) -> list[DispatchKey]:

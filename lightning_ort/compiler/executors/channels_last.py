@@ -31,13 +31,20 @@ _BY_ADDRESS = {
 def gains_by_channels_last(traced: Traced) -> bool:
     """Whether ``traced`` has convolutions that this layout is for, and nobody could tell another layout by the results.
 
-    What reads memory by address would read other entries; a result that is not contiguous would lie otherwise.
+    What reads memory by address would read other entries, and so may operators that are not torch's own: those of users
+    get what eager gives them. A result that is not contiguous would lie otherwise.
     """
     nodes = traced.graph.nodes
     formats = {layout[1] for n in nodes if (layout := _layout(n))}
-    if formats <= {torch.contiguous_format} or any(n.target in _BY_ADDRESS for n in nodes):
+    if formats <= {torch.contiguous_format} or any(n.target in _BY_ADDRESS or _is_foreign(n) for n in nodes):
         return False
     return all(_format(n) is not None for n in _results(traced))
+
+
+def _is_foreign(node: fx.Node) -> bool:
+    """Whether torch does not know what ``node`` computes, or keeps that in graphs of its own."""
+    is_operator = isinstance(node.target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))
+    return is_operator and getattr(node.target, "namespace", "") not in ("aten", "prims")
 
 
 class ChannelsLastExecutable(TorchExecutable):
@@ -82,7 +89,11 @@ def _layout(node: fx.Node) -> tuple[Sequence[int], torch.memory_format] | None:
     if fakes[0].dim() not in _FORMATS or fakes[0].dtype.itemsize > 4:
         return None
     if node.target in _NORMALIZATIONS:
-        return (positions, torch.contiguous_format) if hint(fakes[0].shape[1]) % _VECTOR else None
+        usual = hint(fakes[0].shape[1]) % _VECTOR != 0
+        if node.target is aten.native_group_norm_backward.default:
+            *_, (of_image, *_) = node.args
+            usual |= not of_image  # torch's kernel writes that gradient all the same, to nowhere
+        return (positions, torch.contiguous_format) if usual else None
     *images, weight = fakes
     if len(images) == 1:
         images.append(node.meta["val"])
