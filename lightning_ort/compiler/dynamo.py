@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import inspect
 import logging
 import sysconfig
 import threading
@@ -30,11 +31,11 @@ __all__ = [
     "LIBRARIES",
     "DynamoObserver",
     "OpenResults",
+    "compiled_apart",
     "global_hooks",
     "marked_open",
     "no_accounts",
     "no_fast_path",
-    "with_own_code",
 ]
 
 DYNAMO_SETTINGS = {
@@ -48,6 +49,8 @@ DYNAMO_SETTINGS = {
     "skip_nnmodule_hook_guards": False,
     # Dynamo would cut graphs where a bucket of DistributedDataParallel is full
     "optimize_ddp": False,
+    # of one function for all that is compiled apart; each has a limit of its own
+    "accumulated_recompile_limit": 10_000,
     **plain_values.SETTINGS,
 }
 """Settings of ``torch._dynamo.config`` while steps run."""
@@ -191,7 +194,7 @@ def global_hooks() -> tuple[Callable[..., Any], ...]:
     return tuple(hook for table in tables for hook in table.values())
 
 
-def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """A copy of a function or bound method with a code object of its own.
 
     Dynamo keeps what it compiled with the code object: functions that share it, of other modules or for other
@@ -208,6 +211,23 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     copy.__dict__.update(original.__dict__)
     owner = getattr(function, "__self__", None)
     return copy if owner is None else types.MethodType(copy, owner)
+
+
+_APART: dict[str, Any] = (
+    {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+)
+
+
+def compiled_apart(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` through ``torch.compile``, apart from all else that is compiled of the same code.
+
+    What Dynamo has compiled of a function for another backend, another Trainer's say, counts against the limit on how
+    often it is compiled. The code of ``function`` is copied; functions that it calls, which Dynamo compiles by
+    themselves where a graph breaks, are kept apart by torch, from 2.13 on.
+    """
+    return torch.compile(
+        _with_own_code(function), backend=backend, **_APART
+    )  # dynamic=None: sizes that change are open
 
 
 # Dynamo tells these things to its own log files only; this module is the one place that reads its records.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -26,7 +27,11 @@ from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import DequeVariable
 from torch._dynamo.variables.misc import NumpyVariable, RandomVariable
-from torch._dynamo.variables.user_defined import OrderedDictVariable, UserDefinedClassVariable
+from torch._dynamo.variables.user_defined import (
+    OrderedDictVariable,
+    UserDefinedClassVariable,
+    UserDefinedTupleVariable,
+)
 
 __all__ = ["SETTINGS", "as_declared", "left_to_python"]
 
@@ -47,12 +52,11 @@ def left_to_python() -> Iterator[None]:
     """Have Dynamo leave to Python, meanwhile, the values that it has no faithful stand-in for."""
     wrappers = VariableBuilder._type_dispatch_impl(SETTINGS["trace_numpy"])  # by type of value
     before = {kind: wrappers.get(kind) for kind in _WRAPPERS}
-    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in _FAITHLESS]
-    originals.append((NumpyVariable, "call_function", NumpyVariable.call_function))
+    patches = [(owner, name, functools.partial(_breaking, why=why)) for owner, name, why in _FAITHLESS] + _REPLACED
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
     try:
-        for (owner, name, original), (_, _, why) in zip(originals, _FAITHLESS, strict=False):
-            setattr(owner, name, _breaking(original, why))
-        NumpyVariable.call_function = _call_numpy  # type: ignore[method-assign]
+        for (owner, name, original), (*_, patched) in zip(originals, patches, strict=True):
+            setattr(owner, name, patched(original))
         wrappers.update(_WRAPPERS)
         yield
     finally:
@@ -129,6 +133,18 @@ def _call_numpy(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> 
     _break(f"np.{self.value.__name__}")
 
 
+def _begun(begin: Callable[..., None]) -> Callable[..., None]:
+    """A tuple of a class with a ``__new__`` of its own, such as a ``PackedSequence`` by ``_replace``, is made of the
+    entries that it has: what it was made of may have been an iterator, which has no more when the graph has run."""
+
+    def method(self: Any, value: Any, tuple_vt: Any = None, init_args: Any = None, **kwargs: Any) -> None:
+        begin(self, value, tuple_vt=tuple_vt, init_args=init_args, **kwargs)
+        if tuple_vt is None:
+            self.init_args = [self._base_vt]
+
+    return method
+
+
 def _queue_changes(queue: Any, tx: Any, name: str, *_: Any) -> str | None:
     limited = queue.source is not None and queue.maxlen.as_python_constant() is not None
     return f"{name} of a deque with maxlen" if limited and name not in _READERS else None
@@ -166,3 +182,8 @@ _FAITHLESS: list[tuple[type, str, Callable[..., str | None]]] = [
     (SideEffects, "store_attr", _class_changes),
 ]
 """Methods of Dynamo, and what says whether a call of one is to be a graph break, by the call's arguments."""
+_REPLACED: list[tuple[type, str, Callable[..., Callable[..., Any]]]] = [
+    (NumpyVariable, "call_function", lambda original: _call_numpy),
+    (UserDefinedTupleVariable, "__init__", _begun),
+]
+"""Methods of Dynamo, and what makes the one that takes their place."""

@@ -13,7 +13,7 @@ import torch._dynamo.config
 from torch.nn.parameter import is_lazy
 
 from lightning_ort.compiler.backend import ORTBackend
-from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS, DynamoObserver, global_hooks, no_fast_path, with_own_code
+from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS, DynamoObserver, compiled_apart, global_hooks, no_fast_path
 from lightning_ort.compiler.executors.executable import Account
 from lightning_ort.compiler.plain_values import left_to_python
 from lightning_ort.compiler.plan import Fallback
@@ -105,8 +105,7 @@ class CompiledMethods:
         if compiled is None or original != method:
             function = self._method(name)
             self._lists.expect(name, function)
-            # dynamic=None: other sizes become symbolic once they have changed
-            compiled = torch.compile(with_own_code(function), backend=self._backend)
+            compiled = compiled_apart(function, self._backend)
             self._compiled[key] = method, compiled
         if draws_weights:
             compiled = torch.compiler.disable(self._method(name), reason=_DRAWS_WEIGHTS)

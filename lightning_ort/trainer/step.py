@@ -14,7 +14,7 @@ import torch._dynamo.config
 from torch import Tensor, nn
 
 from lightning_ort.compiler.backend import ORTBackend
-from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS, no_accounts, no_fast_path, with_own_code
+from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS, compiled_apart, no_accounts, no_fast_path
 from lightning_ort.compiler.plain_values import left_to_python
 from lightning_ort.compiler.plan import Fallback
 from lightning_ort.compiler.reference import Buffers, ForkedRNG
@@ -100,8 +100,8 @@ class Step:
     ) -> None:
         self._combined, self._description = combined, description
         self._half = half
-        self._train = torch.compile(with_own_code(_step_function(combined, description.loss, half)), backend=backend)
-        self._eval = torch.compile(with_own_code(_step_function(combined, None, half)), backend=backend)
+        self._train = compiled_apart(_step_function(combined, description.loss, half), backend)
+        self._eval = compiled_apart(_step_function(combined, None, half), backend)
         self._eager = _step_function(combined, None, half)
         self._settings = torch._dynamo.config.patch(DYNAMO_SETTINGS)  # making it takes longer than entering it
         self._buffers = Buffers(combined)

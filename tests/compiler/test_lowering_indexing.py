@@ -183,6 +183,22 @@ def test_points_of_the_nearest_pixel_have_a_gradient_of_zeros() -> None:
         torch.testing.assert_close(gradient, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_points_that_are_nowhere(mode: str, padding: str, dtype: torch.dtype) -> None:
+    """They have a value, or none, as in eager, and are no index out of range."""
+    image = torch.randn(2, 3, 5, 5, dtype=dtype)
+    grid = torch.rand(2, 4, 4, 2, dtype=dtype) * 2 - 1
+    grid[0, 0, :3, 0] = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=dtype)
+
+    def sample(x: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.grid_sample(x, points, mode, padding, align_corners=False)
+
+    found = torch.compile(sample, backend=ORTBackend(RuntimeConfig(placement="onnxruntime")))(image, grid)
+    torch.testing.assert_close(found, sample(image, grid), equal_nan=True, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_rows_of_an_embedding_are_added_up_without_a_race(threads: int) -> None:
     """The fast form is for one thread: several would add to the same row at the same time."""

@@ -228,6 +228,31 @@ def test_many_fits_in_one_process():
         assert_in_ort(trainer, graphs=2)
 
 
+class BreaksInside(Classifier):
+    """Dynamo compiles its ``forward``, and what follows the break in there, by themselves."""
+
+    def forward(self, x):
+        y = self.net(x)
+        torch._dynamo.graph_break()
+        return y * 2
+
+
+@pytest.mark.parametrize("door", ["Trainer", "torch.compile"])
+def test_functions_with_graphs_of_their_own_in_many_fits(door):
+    """What was compiled of them for other Trainers is not taken, and does not count."""
+    torch._dynamo.reset()
+    for seed in range(10):
+        torch.manual_seed(seed)
+        trainer = make_trainer(max_steps=2)
+        with quiet():
+            trainer.fit(BreaksInside(), table())
+        step = trainer.strategy.report()["training_step"]
+        assert (step.graphs, step.recompilations, step.in_torch) == (5, [], []), trainer.strategy.report()
+        if door == "torch.compile":  # of the same code, for everybody
+            module = BreaksInside()
+            torch.compile(module, backend="eager")(torch.ones(2, 12)).sum().backward()
+
+
 def test_fit_goes_on_with_new_trainers():
     """Three fits of one module, the second with the other strategy; validation in between."""
     results = []

@@ -17,7 +17,8 @@ from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.lists import DequeVariable
 from torch._dynamo.variables.misc import NumpyVariable, RandomVariable
-from torch._dynamo.variables.user_defined import OrderedDictVariable
+from torch._dynamo.variables.user_defined import OrderedDictVariable, UserDefinedTupleVariable
+from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
 from lightning_ort import ORTStrategy
 from lightning_ort.compiler.plain_values import left_to_python
@@ -174,10 +175,31 @@ def own_queue(self, x, i):
     return loss_of(self, sum(queue))
 
 
+class Pair(collections.namedtuple("Pair", "x y")):
+    __slots__ = ()
+
+    def __new__(cls, x, y=None):
+        return super().__new__(cls, x, y)
+
+
+def replaced(self, x, i):
+    self.pair = Pair(x, x.sum())._replace(x=x * 2)
+    if i:
+        assert len(self.pair) == 2
+    return loss_of(self, self.pair.x) + self.pair.y * self.net.bias.sum()
+
+
+def packed(self, x, i):
+    sequence = pack_sequence([x[:3], x[3:]])
+    sequence = sequence._replace(data=sequence.data.sin())
+    padded, lengths = pad_packed_sequence(sequence)
+    return loss_of(self, padded.flatten(0, 1)) + lengths.sum() * self.net.bias.sum()
+
+
 STEPS = [
     sized_draws, seeded_draws, mixed_up, statistics, scheduled, computed_with, known_numbers,
     functions_of_a_counter, beyond_64_bits, taken_from_the_end, hooked, uniform, flipped, drawn, own_dice,
-    least_recently_used, of_the_class, appended, appended_left, extended, own_queue,
+    least_recently_used, of_the_class, appended, appended_left, extended, own_queue, replaced, packed,
 ]  # fmt: skip
 
 
@@ -246,7 +268,7 @@ def test_without_the_strategy_numbers_drawn_have_their_types(x):
 def test_dynamo_is_left_as_it_was():
     places = [(kind, "call_method") for kind in (DequeVariable, OrderedDictVariable, RandomVariable)]
     places += [(NumpyVariable, "call_function"), (SideEffects, "store_attr")]
-    places += [(VariableBuilder, "wrap_unspecialized_primitive")]
+    places += [(VariableBuilder, "wrap_unspecialized_primitive"), (UserDefinedTupleVariable, "__init__")]
 
     def state():
         return [getattr(*place) for place in places], dict(VariableBuilder._type_dispatch_impl(False))

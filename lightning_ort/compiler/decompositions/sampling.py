@@ -18,9 +18,9 @@ ZEROS, BORDER, REFLECTION = range(3)
 
 
 def _clipped(x: Tensor, size: Any) -> Tensor:
-    """Coordinate moved into the image; as in eager, without a gradient on its border."""
+    """Coordinate moved into the image, what is none to its corner; as in eager, without a gradient on its border."""
     inside = (x > 0) & (x < size - 1)
-    return torch.where(inside, x, x.detach().clamp(0, size - 1))
+    return torch.where(inside, x, torch.where(x > 0, x.detach(), 0).clamp(0, size - 1))
 
 
 def _reflected(x: Tensor, size: Any, align_corners: bool) -> Tensor:
@@ -72,7 +72,8 @@ class _Image:
                 inside = (c >= 0) & (c <= size - 1)
                 visible = inside if visible is None else visible & inside
                 c = c.clamp(0, size - 1)
-            index = index * size + c.to(torch.int64)
+            # a pixel for a point that is nowhere: its weight is NaN
+            index = index * size + torch.where(c == c, c, 0).to(torch.int64)
         pixels = self.flat.gather(2, index.unsqueeze(1).expand(self.batch, self.channels, index.shape[1]))
         return pixels if visible is None else pixels * visible.to(pixels.dtype).unsqueeze(1)
 
