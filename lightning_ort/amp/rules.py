@@ -72,16 +72,15 @@ class GradScalerRule:
     def update(self, info: StepInfo) -> None:
         """Multiply by the backoff factor after a step that is not finite, by the growth factor after enough others."""
         state = self._state
+        stable = state["_growth_tracker"] + 1 if info.all_finite else 0
         if not info.all_finite:
             state["scale"] *= state["backoff_factor"]
-            state["_growth_tracker"] = 0
-            return
-        state["_growth_tracker"] += 1
-        if state["_growth_tracker"] == state["growth_interval"]:
-            grown = state["scale"] * state["growth_factor"]
+        elif stable == state["growth_interval"]:
+            stable, grown = 0, state["scale"] * state["growth_factor"]
             if grown <= torch.finfo(torch.float32).max:
                 state["scale"] = grown
-            state["_growth_tracker"] = 0
+        state["_growth_tracker"] = stable
+        self.scaler.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self._state)

@@ -1,4 +1,4 @@
-"""Checkpoints: files of Lightning and of ORTTrainer, and the way from one to the other."""
+"""Checkpoints: one file per format, and the ways from one to another."""
 
 from __future__ import annotations
 

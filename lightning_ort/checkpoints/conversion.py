@@ -1,4 +1,4 @@
-"""A file of an ORTTrainer as a Lightning checkpoint."""
+"""A file of an ORTTrainer as a Lightning checkpoint, and the way back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which weight of an ORTTrainer is which of a LightningModule."""
+"""Which weight of an ORTTrainer is which of a LightningModule, and what each calls the moments."""
 
 from __future__ import annotations
 

@@ -12,6 +12,8 @@ import torch.utils.checkpoint
 from torch import fx
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
+from lightning_ort.compiler.dynamo_words import name_of_source
+
 __all__ = ["CheckpointTracer", "as_in_eager", "first_draws"]
 
 
@@ -31,9 +33,7 @@ def as_in_eager(region: fx.GraphModule) -> None:
 
 
 def _belongs_to_module(node: fx.Node) -> bool:
-    source = getattr(node, "_dynamo_source", None)
-    name = "" if source is None else source.name
-    name = name() if callable(name) else name
+    name = name_of_source(node)
     return "._buffers[" in name or "._parameters[" in name
 
 

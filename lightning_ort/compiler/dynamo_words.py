@@ -1,13 +1,17 @@
-"""Dynamo's reasons in plain words: for graph breaks, for compiling again, and for leaving a function to Python."""
+"""Dynamo's reasons in plain words: for graph breaks, for compiling again, and for leaving a function to Python; and
+where it found what a graph reads."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
+
+from torch import fx
 
 from lightning_ort.report import GraphBreak
 from lightning_ort.validation import first_line
 
-__all__ = ["compiled_again", "function_name", "graph_break", "why"]
+__all__ = ["compiled_again", "function_name", "graph_break", "name_of_source", "source_of", "why"]
 
 _MANUAL = "manual optimization"
 _EXPECTED = (
@@ -98,3 +102,15 @@ def compiled_again(text: str) -> str:
 def _name(expression: str) -> str:
     """Variables as users write them."""
     return re.sub(r"___stack\d+", "a value computed before", re.sub(r"\b[LG]\['(\w+)'\]", r"\1", expression))
+
+
+def source_of(placeholder: fx.Node) -> Any:
+    """Where Dynamo found an input of its graph; ``None`` where it does not say. Private: there is no public name."""
+    return getattr(placeholder, "_dynamo_source", None)
+
+
+def name_of_source(placeholder: fx.Node) -> str:
+    """That as an expression, such as ``L['self']._modules['net']``, or the name of the node."""
+    source = source_of(placeholder)
+    name = placeholder.name if source is None else source.name
+    return str(name() if callable(name) else name)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lightning_ort.compiler.dynamo_words import name_of_source
 from lightning_ort.compiler.executors.executable import Executable
 from lightning_ort.compiler.global_state import Surroundings, drawing_as_traced
 from lightning_ort.compiler.reference import ForkedRNG, evaluate
@@ -264,11 +265,7 @@ def _write(executable: Executable, args: Sequence[Any], source: Results, results
 
 def _names(graph: fx.GraphModule) -> dict[str, dict[int, str]]:
     """Users' names of inputs (as gradients and as changed tensors) and outputs."""
-    sources = []
-    for node in (n for n in graph.graph.nodes if n.op == "placeholder"):
-        source = getattr(node, "_dynamo_source", None)
-        name = source.name if source is not None else node.name
-        sources.append(str(name() if callable(name) else name))
+    sources = [name_of_source(n) for n in graph.graph.nodes if n.op == "placeholder"]
     inputs = dict(enumerate(_as_users_write(sources)))
     results = graph.graph.output_node().args[0]
     return {

@@ -33,6 +33,8 @@ from torch._dynamo.variables.user_defined import (
     UserDefinedTupleVariable,
 )
 
+from lightning_ort.compiler.dynamo_words import source_of
+
 __all__ = ["SETTINGS", "as_declared", "left_to_python"]
 
 SETTINGS = {"trace_numpy": False}
@@ -75,8 +77,7 @@ def as_declared(graph: fx.GraphModule, run: Callable[..., Any]) -> Callable[...,
     drawn = [
         (i, val.dtype)
         for i, node in enumerate(placeholders)
-        if isinstance(getattr(node, "_dynamo_source", None), RandomValueSource)
-        and (val := node.meta["example_value"]).is_floating_point()
+        if isinstance(source_of(node), RandomValueSource) and (val := node.meta["example_value"]).is_floating_point()
     ]
     if not drawn:
         return run

@@ -20,6 +20,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_ort.compiler.checkpointing import CheckpointTracer, first_draws
+from lightning_ort.compiler.dynamo_words import source_of
 from lightning_ort.compiler.functional_graph import Untraceable, functional_graph, is_number
 from lightning_ort.compiler.global_state import Surroundings, without_autocast
 from lightning_ort.compiler.loss_scale import scale_fake, seed_of, unscaled
@@ -86,7 +87,7 @@ def fake_inputs(region: fx.GraphModule, example_inputs: Sequence[Any]) -> list[A
         elif isinstance(x, torch.Tensor):
             symbolic = context.tensor_to_context.get(x)
             # a Python float arrives as a tensor; its source tells the mode to give it a symbolic value
-            source = getattr(symbolic, "tensor_source", None) or getattr(placeholder, "_dynamo_source", None)
+            source = getattr(symbolic, "tensor_source", None) or source_of(placeholder)
             x = mode.from_tensor(x, symbolic_context=symbolic, source=source)
             known = placeholder.meta.get("example_value")
             if isinstance(known, FakeTensor) and open_dims(known) != open_dims(x):

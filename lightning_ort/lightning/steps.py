@@ -320,5 +320,5 @@ def _deepcopy_without(standins: Namespace, owner: torch.nn.Module, recorder: Log
 
 def _uncompiled(module: pl.LightningModule) -> dict[str, Callable[..., Any]]:
     """The methods that a Trainer put others in the place of, because it was given ``torch.compile(module)``."""
-    context = module._compiler_ctx or {}
+    context = module._compiler_ctx or {}  # private: Lightning's own strategies ask for no more than its absence
     return {name.removeprefix("original_"): m for name, m in context.items() if name.startswith("original_")}

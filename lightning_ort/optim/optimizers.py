@@ -1,4 +1,4 @@
-"""What AdamW and Lamb of this package have in common: two moments, and gradients clipped within the step."""
+"""AdamW and Lamb as ORTTrainer has them, for torch: two moments, and gradients clipped within the step."""
 
 from __future__ import annotations
 

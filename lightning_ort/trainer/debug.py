@@ -141,7 +141,7 @@ def _renamed(
 def with_updates(step: onnx.ModelProto, optimizer: Optimizer, gradients: Mapping[str, Tensor]) -> onnx.ModelProto:
     """``step`` followed by the update of every weight whose gradient it gives.
 
-    The updates are those that run, but for the cutting and joining of tensors: one weight is one tensor here.
+    They compute what the optimizer computes, whoever runs that, and one weight is one tensor here.
 
     Args:
         step: a graph with outputs ``<weight>_grad``.

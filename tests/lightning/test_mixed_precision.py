@@ -122,6 +122,7 @@ def test_an_overflow_is_skipped():
     assert not torch.equal(before[5], before[6]), "training does not go on"
     # 4 finite, halved, 6 finite, doubled, 2 finite, halved, 6 finite, doubled
     assert plugin.scaling.scale == eager.trainer.scaler.get_scale() == 1024.0
+    assert plugin._rule.scaler.get_scale() == 1024.0, "the scaler that was given is not kept up to date"
     (ours,), (theirs,) = other.trainer.optimizers, eager.trainer.optimizers
     assert ours.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
     assert (

@@ -1,4 +1,4 @@
-"""The gradient divided by the root of the sum of all its squares."""
+"""Adagrad, Adadelta, RMSprop: the gradient divided by the root of a sum or a running mean of its squares."""
 
 from __future__ import annotations
 

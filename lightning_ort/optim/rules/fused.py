@@ -22,7 +22,7 @@ __all__ = ["FusedAdam"]
 
 
 class FusedAdam:
-    """Does in one pass what an :class:`~lightning_ort.optim.rules.Update` by the rule :class:`Adam` does.
+    """Does in one pass what an :class:`~lightning_ort.optim.update.Update` by the rule :class:`Adam` does.
 
     ONNX Runtime has no kernel that reads a gradient and writes all that depends on it; its operators pass over the
     memory a dozen times, which takes three to five times as long.
@@ -92,7 +92,7 @@ class FusedAdam:
         return corrected
 
     def set_coefficients(self, group: int, numbers: Sequence[float]) -> None:
-        """The settings of a group, from :meth:`numbers`."""
+        """The settings of a group, as ``OptimizerSettings.fused_numbers`` gives them."""
         self._numbers[group] = numbers
         self._set_count[group](numbers[5])
 

@@ -1,4 +1,4 @@
-"""Plain stochastic gradient descent."""
+"""Stochastic gradient descent, plain and with momentum."""
 
 from __future__ import annotations
 

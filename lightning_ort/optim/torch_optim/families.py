@@ -298,4 +298,4 @@ FAMILIES: dict[type[Optimizer], Family] = {
     AdamW: _OwnAdamW(),
     Lamb: _Lamb(),
 }
-"""By exact class: a subclass may compute something else."""
+"""By the class that ``known_class`` gives: a subclass with a ``step`` of its own may compute something else."""
