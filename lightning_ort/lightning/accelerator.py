@@ -96,6 +96,11 @@ class ORTAccelerator(Accelerator):
             raise MisconfigurationException(
                 f"accelerator='ort' was given devices={given!r}: expected a number of {what}. Use devices=1."
             )
+        if len(set(chosen)) < len(chosen):
+            raise MisconfigurationException(
+                f"accelerator='ort' was given devices={given!r}: expected each GPU once: two processes would share "
+                "its memory and wait for each other."
+            )
         return chosen
 
     @staticmethod

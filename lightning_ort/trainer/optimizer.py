@@ -17,7 +17,7 @@ from lightning_ort.optim.settings import OptimizerSettings
 from lightning_ort.optim.sharded_updater import make_updater
 from lightning_ort.runtime.factory import SessionFactory
 
-__all__ = ["Optimizer", "check_groups"]
+__all__ = ["Optimizer", "as_array", "check_groups"]
 
 
 def check_groups(config: _OptimizerConfig, known: Mapping[str, Any]) -> None:
@@ -117,7 +117,7 @@ class Optimizer:
 
     def state(self) -> dict[str, Any]:
         """Copies of the states that this process has, as they stand in checkpoints."""
-        return self._named({n: {s: _array(t) for s, t in m.items()} for n, m in self.updater.moments.items()})
+        return self._named({n: {s: as_array(t) for s, t in m.items()} for n, m in self.updater.moments.items()})
 
     def layout(self) -> dict[str, Any]:
         """Arrays shaped as the states of all processes, as they stand in checkpoints."""
@@ -169,5 +169,7 @@ def _settings(config: _OptimizerConfig, hyper: Mapping[str, Any], *, clip: bool)
     return OptimizerSettings("AdamW", config.lr, **values, decay="after" if after else "before")
 
 
-def _array(tensor: Tensor) -> Any:
-    return tensor.detach().cpu().numpy().copy()
+def as_array(tensor: Tensor) -> Any:
+    """A copy of ``tensor`` for a state; of bfloat16, which NumPy does not have, in float32."""
+    tensor = tensor.detach().cpu()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy().copy()

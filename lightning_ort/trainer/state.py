@@ -20,7 +20,7 @@ from lightning_ort.errors import CheckpointError
 from lightning_ort.files.reading import cause_of, refusing
 from lightning_ort.optim.config import _OptimizerConfig
 from lightning_ort.optim.step_info import TrainStepInfo
-from lightning_ort.trainer.optimizer import Optimizer
+from lightning_ort.trainer.optimizer import Optimizer, as_array
 from lightning_ort.trainer.options import ORTTrainerOptions
 from lightning_ort.trainer.step import CombinedModule
 
@@ -222,7 +222,7 @@ def _trainer_options(trainer: TrainerState) -> dict[str, Any]:
 def _make_state(trainer: TrainerState) -> dict[str, Any]:
     """Copies of all that makes up the state, as numpy arrays and numbers."""
     return {
-        "model": {"full_precision": {n: _array(t) for n, t in trainer._weights.items()}},
+        "model": {"full_precision": {n: as_array(t) for n, t in trainer._weights.items()}},
         "optimizer": trainer._optimizer.state(),
         "trainer_options": _trainer_options(trainer),
         **_numbers(trainer),
@@ -257,12 +257,6 @@ def _facts(trainer: TrainerState) -> dict[str, Any]:
 
 def _scaler_state(trainer: TrainerState) -> dict[str, Any]:
     return {**StepScalerRule(trainer._scaler).summary(), "skipped_steps": trainer._skipped}
-
-
-def _array(tensor: Tensor) -> Any:
-    tensor = tensor.detach().cpu()
-    # bfloat16 has no numpy type
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy().copy()
 
 
 def _check_state(trainer: TrainerState, state: Any, *, strict: bool) -> None:

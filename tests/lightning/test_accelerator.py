@@ -49,6 +49,14 @@ def test_what_is_no_number_of_devices(devices):
     assert repr(devices) in str(error.value)
 
 
+def test_a_gpu_is_for_one_process(monkeypatch):
+    monkeypatch.setattr("lightning_ort.lightning.accelerator._kind", lambda: "cuda")
+    monkeypatch.setattr(ORTAccelerator, "auto_device_count", staticmethod(lambda: 2))
+    assert ORTAccelerator.parse_devices([1, 0]) == [1, 0]
+    with pytest.raises(Exception, match=r"devices=\[0, 0\]: expected each GPU once"):
+        ORTAccelerator.parse_devices([0, 0])
+
+
 def test_belongs_to_the_strategy():
     module = Regressor()
     with quiet(), pytest.raises(Exception, match=r"strategy='ort'.*SingleDeviceStrategy"):
