@@ -1,4 +1,8 @@
-"""A fit of several processes of which one fails: ``python failing.py HOW RANK STEP FOLDER``."""
+"""A fit of several processes of which one fails: ``python failing.py HOW RANK STEP FOLDER``.
+
+HOW is "kill", "raise", or "late" (it is killed, and the last process comes to that step when the first one has found
+that out).
+"""
 
 from __future__ import annotations
 
@@ -32,9 +36,11 @@ class Classifier(LightningModule):
     def on_train_batch_start(self, batch, batch_idx):
         if self.global_step == step and self.global_rank == rank and not (folder / "done").exists():
             (folder / "done").touch()
-            if how == "kill":
+            if how in ("kill", "late"):
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ValueError("row 7 of the data is empty")
+        if how == "late" and self.global_step == step and self.global_rank == self.trainer.world_size - 1:
+            time.sleep(9)
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters())

@@ -44,6 +44,18 @@ def test_the_others_name_the_rank(how, rank, step, tmp_path):
     assert saved["global_step"] == 4 * (step // 4)
 
 
+def test_who_is_late_learns_what_the_first_rank_has_found_out(tmp_path):
+    """Rank 1 of 3 is killed; rank 0, which serves the store, has ended when rank 2 meets what is missing."""
+    fit = Fit(tmp_path, 3, "torchrun", [str(SCRIPT), "late", "1", "5", str(tmp_path)])
+    try:
+        assert fit.ended(120)
+    finally:
+        fit.close()
+    assert fit.codes() == [1, -9, 1]
+    for rank in (0, 2):
+        assert "RankError: rank 1 of 3 has ended without a word" in fit.outputs()[rank]
+
+
 @pytest.mark.parametrize(
     ("rank", "after", "launcher", "timeout"),
     [(1, 0.0, "torchrun", 3.0), (0, 6.0, "script", 20.0)],
