@@ -7,10 +7,13 @@ leaves the reason if it fails.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
 import time
+import weakref
 from datetime import timedelta
+from typing import ClassVar
 
 import torch.distributed as dist
 
@@ -33,12 +36,17 @@ _FAILURE = "failure"
 class Ranks:
     """The processes of torch's default group, as one of them sees the others.
 
+    A thread gives the signs of life, until :meth:`close` or the end of the interpreter.
+
     Args:
         host: name or address of the machine of rank 0, as the others reach it.
 
     Raises:
         RuntimeError: there is no process group.
     """
+
+    _kept: ClassVar[Ranks | dist.DistError | None] = None
+    _kept_for: ClassVar[weakref.ref[dist.ProcessGroup] | None] = None
 
     def __init__(self, host: str) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -51,6 +59,34 @@ class Ranks:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="lightning_ort ranks", daemon=True)
         self._thread.start()
+        # no thread may be within the store when the interpreter goes: C++ ends the process by std::terminate
+        atexit.register(self.close)
+
+    @classmethod
+    def of_group(cls, host: str) -> Ranks:
+        """Those of the present process group, which are made once for it and kept until the process ends.
+
+        Args:
+            host: see the class.
+
+        Raises:
+            RuntimeError: there is no process group.
+            torch.distributed.DistError: this process did not reach rank 0 when they were to be made.
+        """
+        group = dist.group.WORLD
+        if group is None or cls._kept_for is None or cls._kept_for() is not group:
+            if isinstance(cls._kept, Ranks):
+                cls._kept.close()
+            # a failure is kept too: the others do not try again
+            try:
+                cls._kept = cls(host)
+            except dist.DistError as error:
+                cls._kept = error
+            cls._kept_for = None if group is None else weakref.ref(group)
+        if isinstance(cls._kept, Ranks):
+            return cls._kept
+        assert cls._kept is not None
+        raise cls._kept
 
     def _opened(self) -> dist.TCPStore:
         """The store, which rank 0 serves on a free port."""
@@ -74,6 +110,7 @@ class Ranks:
 
     def close(self) -> None:
         """Give no more signs of life."""
+        atexit.unregister(self.close)
         self._ended.set()
         self._thread.join(_READING)  # a call whose other side has lost its network may take longer
 
