@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import re
 import threading
 import time
 import weakref
@@ -31,6 +32,8 @@ _COLLECTING = 10.0
 _READING = 8.0
 """seconds that rank 0, with whom the store ends, waits at most for others to have read why"""
 _FAILURE = "failure"
+_OF_TRANSPORT = re.compile(r"(Gloo \w+ failed with )?\[[^]\n]*\bgloo/[^]\n]*\]|NCCL Error \d")
+"""how messages of gloo begin, with its source file, and those of NCCL that are of no type of their own"""
 
 
 class Ranks:
@@ -234,9 +237,12 @@ class Ranks:
 
 
 def is_of_transport(error: BaseException) -> bool:
-    """Whether a collective has failed, on this side or the other."""
-    if isinstance(error, dist.DistError):
-        return True
-    # the reducer of DistributedDataParallel raises gloo's errors as they are
-    text = str(error)
-    return isinstance(error, RuntimeError) and any(word in text for word in ("gloo", "NCCL", "closed by peer"))
+    """Whether a collective has failed, on this side or the other, be it as the cause of ``error``."""
+    cause: BaseException | None = error
+    while cause is not None:
+        # the reducer of DistributedDataParallel raises gloo's errors as they are, and so does a user's work.wait(): how
+        # the message begins is all that tells them from others
+        if isinstance(cause, dist.DistError) or (isinstance(cause, RuntimeError) and _OF_TRANSPORT.match(str(cause))):
+            return True
+        cause = cause.__cause__
+    return False

@@ -1,7 +1,7 @@
 """A fit of several processes of which one fails: ``python failing.py HOW RANK STEP FOLDER``.
 
-HOW is "kill", "raise", or "late" (it is killed, and the last process comes to that step when the first one has found
-that out).
+HOW is "kill", "raise", "gloo" (an error with words that errors of collectives have, too), or "late" (it is killed, and
+the last process comes to that step when the first one has found that out).
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ class Classifier(LightningModule):
             (folder / "done").touch()
             if how in ("kill", "late"):
                 os.kill(os.getpid(), signal.SIGKILL)
+            if how == "gloo":
+                raise RuntimeError("my own words about gloo, NCCL and what is closed by peer")
             raise ValueError("row 7 of the data is empty")
         if how == "late" and self.global_step == step and self.global_rank == self.trainer.world_size - 1:
             time.sleep(9)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.stock_only  # how processes end is the same beside any 
 SCRIPT = Path(__file__).parent / "failing.py"
 
 
-@pytest.mark.parametrize(("how", "rank", "step"), [("kill", 0, 9), ("raise", 1, 5)])
+@pytest.mark.parametrize(("how", "rank", "step"), [("kill", 0, 9), ("raise", 1, 5), ("gloo", 1, 5)])
 def test_the_others_name_the_rank(how, rank, step, tmp_path):
     fit = Fit(tmp_path, 2, "torchrun", [str(SCRIPT), how, str(rank), str(step), str(tmp_path)])
     try:
@@ -38,8 +38,9 @@ def test_the_others_name_the_rank(how, rank, step, tmp_path):
         assert codes[rank] == -9
         assert f"RankError: rank {rank} of 2 has ended without a word" in survivor
     else:
-        assert "ValueError: row 7 of the data is empty" in failed
-        assert f"RankError: rank {rank} of 2 has failed: ValueError: row 7 of the data is empty" in survivor
+        words = "ValueError: row 7 of the data is empty" if how == "raise" else "RuntimeError: my own words about gloo"
+        assert words in failed and "RankError" not in failed
+        assert f"RankError: rank {rank} of 2 has failed: {words}" in survivor
     saved = torch.load(tmp_path / "last.ckpt", weights_only=False)
     assert saved["global_step"] == 4 * (step // 4)
 

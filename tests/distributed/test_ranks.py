@@ -1,4 +1,4 @@
-"""What one process knows of the others: who tells what, and who waits for whom."""
+"""What one process knows of the others: which errors are of a transport, and who waits for whom."""
 
 from __future__ import annotations
 
@@ -10,13 +10,47 @@ import torch.distributed as dist
 
 from lightning_ort import RankError
 from lightning_ort.distributed import ranks
-from lightning_ort.distributed.ranks import Ranks
+from lightning_ort.distributed.ranks import Ranks, is_of_transport
 
 pytestmark = pytest.mark.stock_only
 
 CLOSED = RuntimeError(
     "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:29608."
 )
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CLOSED,
+        RuntimeError("[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms"),
+        RuntimeError("Gloo connectFullMesh failed with [../third_party/gloo/gloo/transport/tcp/pair.cc:144] no error"),
+        dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:3356, remote process exited"),
+        dist.DistNetworkError("failed to recv, got 0 bytes"),
+        caused(ValueError("could not sum"), CLOSED),
+    ],
+)
+def test_errors_of_a_transport(error):
+    assert is_of_transport(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("my own words about gloo"),
+        RuntimeError("[mine] gloo/ and NCCL: closed by peer"),
+        RuntimeError("NCCL is what I wanted"),
+        ValueError(str(CLOSED)),
+        caused(RuntimeError("mine"), ValueError("gloo")),
+    ],
+)
+def test_errors_of_a_user(error):
+    assert not is_of_transport(error)
 
 
 class OfTwo(Ranks):
