@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import sys
 import types
 import warnings
@@ -62,9 +61,6 @@ def sharded(optimizer: Optimizer, schedulers: Iterable[Any] = ()) -> ZeroRedunda
 
 def _refuse_coupled(optimizer: Optimizer) -> None:
     """Raise if the update of a parameter depends on others, which a part of them does not have."""
-    # this module is imported by what is imported there
-    from lightning_ort.optim.optimizers import AdamLike
-
     name = type(optimizer).__name__
     if isinstance(optimizer, LBFGS):
         raise ValueError(
@@ -72,8 +68,8 @@ def _refuse_coupled(optimizer: Optimizer) -> None:
             "need all parameters at once, and each process would have a part of them. Leave shard_optimizer out, or "
             "take an optimizer that updates each parameter by itself, such as torch.optim.AdamW."
         )
-    norms = [group.get("max_norm", math.inf) for group in optimizer.param_groups]
-    if isinstance(optimizer, AdamLike) and not all(map(math.isinf, norms)):
+    if getattr(optimizer, "clips_together", False):  # of this package
+        norms = [group["max_norm"] for group in optimizer.param_groups]
         raise ValueError(
             f"shard_optimizer=True, but configure_optimizers returned {name}(max_norm={min(norms)}), which clips by "
             "the norm of all gradients, and each process would take that of its part. Leave max_norm out and clip by "
