@@ -7,10 +7,14 @@ leaves the reason if it fails.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import re
 import threading
 import time
+import weakref
 from datetime import timedelta
+from typing import ClassVar
 
 import torch.distributed as dist
 
@@ -25,11 +29,17 @@ _SILENT = 4.0
 _PATIENCE = timedelta(seconds=20)
 _COLLECTING = 10.0
 """seconds that rank 0 waits for what others have to tell it"""
+_READING = 8.0
+"""seconds that rank 0, with whom the store ends, waits at most for others to have read why"""
 _FAILURE = "failure"
+_OF_TRANSPORT = re.compile(r"(Gloo \w+ failed with )?\[[^]\n]*\bgloo/[^]\n]*\]|NCCL Error \d")
+"""how messages of gloo begin, with its source file, and those of NCCL that are of no type of their own"""
 
 
 class Ranks:
     """The processes of torch's default group, as one of them sees the others.
+
+    A thread gives the signs of life, until :meth:`close` or the end of the interpreter.
 
     Args:
         host: name or address of the machine of rank 0, as the others reach it.
@@ -37,6 +47,9 @@ class Ranks:
     Raises:
         RuntimeError: there is no process group.
     """
+
+    _kept: ClassVar[Ranks | dist.DistError | None] = None
+    _kept_for: ClassVar[weakref.ref[dist.ProcessGroup] | None] = None
 
     def __init__(self, host: str) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -49,6 +62,34 @@ class Ranks:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="lightning_ort ranks", daemon=True)
         self._thread.start()
+        # no thread may be within the store when the interpreter goes: C++ ends the process by std::terminate
+        atexit.register(self.close)
+
+    @classmethod
+    def of_group(cls, host: str) -> Ranks:
+        """Those of the present process group, which are made once for it and kept until the process ends.
+
+        Args:
+            host: see the class.
+
+        Raises:
+            RuntimeError: there is no process group.
+            torch.distributed.DistError: this process did not reach rank 0 when they were to be made.
+        """
+        group = dist.group.WORLD
+        if group is None or cls._kept_for is None or cls._kept_for() is not group:
+            if isinstance(cls._kept, Ranks):
+                cls._kept.close()
+            # a failure is kept too: the others do not try again
+            try:
+                cls._kept = cls(host)
+            except dist.DistError as error:
+                cls._kept = error
+            cls._kept_for = None if group is None else weakref.ref(group)
+        if isinstance(cls._kept, Ranks):
+            return cls._kept
+        assert cls._kept is not None
+        raise cls._kept
 
     def _opened(self) -> dist.TCPStore:
         """The store, which rank 0 serves on a free port."""
@@ -67,12 +108,14 @@ class Ranks:
             while self._heard is None and not self._ended.wait(_BEAT):
                 self._beating.add(f"beats/{self.rank}", 1)
                 if self._beating.check([_FAILURE]):
-                    self._heard = self._beating.get(_FAILURE).decode()
+                    self._heard = self._understood(self._beating.get(_FAILURE))
+                    self._beating.set(f"read/{self.rank}", "")
 
     def close(self) -> None:
         """Give no more signs of life."""
+        atexit.unregister(self.close)
         self._ended.set()
-        self._thread.join()
+        self._thread.join(_READING)  # a call whose other side has lost its network may take longer
 
     def agreed(self, key: str, proposal: str) -> str:
         """What the first process has proposed that was asked about ``key``."""
@@ -102,48 +145,90 @@ class Ranks:
         return found if self.rank == 0 else {}
 
     def explain(self, error: Exception) -> None:
-        """Tell the others of ``error``, or find out whose error it was.
+        """Tell the others of ``error``, or find out whose error it was and tell them that.
 
         Raises:
             RankError: a collective has failed because of another process.
         """
-        if not is_of_transport(error):
-            self._leave(error)
+        cause = self._cause() if is_of_transport(error) else None
+        if cause is None:
+            text = f"rank {self.rank} of {self.world_size} has failed: {type(error).__name__}: {error}"
+            self._tell(self.rank, text)
             return
-        cause = self._cause()
-        if cause is not None:
-            raise RankError(cause) from error
+        whose, text = cause
+        if whose is not None:
+            self._tell(whose, text)
+        elif self.rank == 0:
+            self._wait_for_readers()
+        raise RankError(text) from error
 
-    def _leave(self, error: Exception) -> None:
-        text = f"rank {self.rank} of {self.world_size} has failed: {type(error).__name__}: {error}"
+    def _tell(self, whose: int, text: str) -> None:
+        """Leave for the others what has become of rank ``whose``; what was left before stays."""
         with contextlib.suppress(RuntimeError):
-            self._store.compare_set(_FAILURE, "", text)
-        if self.rank == 0:  # its store ends with it, and all shall have read this
-            time.sleep(3 * _BEAT)
+            self._store.compare_set(_FAILURE, "", f"{whose} {text}")
+            for rank in {whose, self.rank}:  # who need not read it
+                self._store.set(f"read/{rank}", "")
+        if self.rank == 0:
+            self._wait_for_readers()
 
-    def _cause(self) -> str | None:
-        """Which other process has failed, and why; ``None`` if all are well."""
+    def _wait_for_readers(self) -> None:
+        """On rank 0, whose store ends with it: let all who live read what is in it; later they may be busy."""
+        last: dict[int, tuple[int, float]] = {}
+        until = time.monotonic() + _READING
+        with contextlib.suppress(RuntimeError):
+            while time.monotonic() < until:
+                late = [rank for rank in range(1, self.world_size) if not self._store.check([f"read/{rank}"])]
+                living = [rank for rank in late if not self._is_silent(rank, last)]
+                if not living:
+                    return
+                time.sleep(_BEAT / 4)
+
+    def _understood(self, told: bytes) -> str:
+        whose, _, text = told.decode().partition(" ")
+        if int(whose) != self.rank:
+            return text
+        return (
+            f"the other ranks have taken rank {whose} of {self.world_size}, which is this one, for ended, as it gave "
+            f"no sign of life for {_SILENT:.0f} s, and have ended themselves. Go on from the last checkpoint: "
+            "trainer.fit(..., ckpt_path='last')."
+        )
+
+    def _is_silent(self, rank: int, last: dict[int, tuple[int, float]]) -> bool:
+        """Whether ``rank`` has given no sign of life for long.
+
+        Args:
+            rank: another one.
+            last: rank to the signs of earlier looks, and when they were new.
+        """
+        beats, now = self._store.add(f"beats/{rank}", 0), time.monotonic()
+        known, since = last.get(rank, (-1, now))
+        if beats != known:
+            last[rank] = beats, now
+            return False
+        return now - since > _SILENT
+
+    def _cause(self) -> tuple[int | None, str] | None:
+        """Which other process has failed, and why; ``None`` if all are well.
+
+        Returns:
+            Its rank, if this one is the first to know it, and what is to be said.
+        """
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         last: dict[int, tuple[int, float]] = {}
         began = time.monotonic()
         while time.monotonic() - began < 2 * _SILENT:
-            now = time.monotonic()
             if self._heard is not None:
-                return self._heard
+                return None, self._heard
             try:
                 for rank in others:
-                    beats = self._store.add(f"beats/{rank}", 0)
-                    known, since = last.get(rank, (-1, now))
-                    if beats != known:
-                        last[rank] = beats, now
-                    elif now - since > _SILENT:
-                        return (
+                    if self._is_silent(rank, last):
+                        return rank, (
                             f"rank {rank} of {self.world_size} has ended without a word (killed, or out of memory?), "
                             "and what it was to contribute is missing. Its own output may say more. Go on from the "
                             "last checkpoint: trainer.fit(..., ckpt_path='last')."
                         )
             except RuntimeError:  # nobody serves the store any more
-                return (
+                return None, (
                     f"rank 0 of {self.world_size} has ended without a word (killed, or out of memory?). Its own output "
                     "may say more. Go on from the last checkpoint: trainer.fit(..., ckpt_path='last')."
                 )
@@ -152,9 +237,12 @@ class Ranks:
 
 
 def is_of_transport(error: BaseException) -> bool:
-    """Whether a collective has failed, on this side or the other."""
-    if isinstance(error, dist.DistError):
-        return True
-    # the reducer of DistributedDataParallel raises gloo's errors as they are
-    text = str(error)
-    return isinstance(error, RuntimeError) and any(word in text for word in ("gloo", "NCCL", "closed by peer"))
+    """Whether a collective has failed, on this side or the other, be it as the cause of ``error``."""
+    cause: BaseException | None = error
+    while cause is not None:
+        # the reducer of DistributedDataParallel raises gloo's errors as they are, and so does a user's work.wait(): how
+        # the message begins is all that tells them from others
+        if isinstance(cause, dist.DistError) or (isinstance(cause, RuntimeError) and _OF_TRANSPORT.match(str(cause))):
+            return True
+        cause = cause.__cause__
+    return False

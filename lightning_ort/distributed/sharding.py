@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import types
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 if TYPE_CHECKING:
@@ -26,8 +27,10 @@ def sharded(optimizer: Optimizer, schedulers: Iterable[Any] = ()) -> ZeroRedunda
         schedulers: those of ``optimizer`` among them are given the new one.
 
     Raises:
-        ValueError: its class takes no parameters and settings as torch's do.
+        ValueError: its class takes no parameters and settings as torch's do, or its updates are not those of each
+            parameter alone.
     """
+    _refuse_coupled(optimizer)
     with warnings.catch_warnings():
         # other optimizers of that package are compiled in a way that torch has given up
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -43,6 +46,8 @@ def sharded(optimizer: Optimizer, schedulers: Iterable[Any] = ()) -> ZeroRedunda
             f"shard_optimizer=True makes a {kind.__name__} per process for a part of the parameters, by "
             f"{kind.__name__}(params, **optimizer.defaults), which fails: {error}"
         ) from error
+    # a method, as schedulers that are made later expect
+    made.step = types.MethodType(_evaluated_once(type(made).step, kind.__name__), made)  # type: ignore[method-assign]
     pending = list(schedulers)
     while pending:
         scheduler = pending.pop()
@@ -52,6 +57,54 @@ def sharded(optimizer: Optimizer, schedulers: Iterable[Any] = ()) -> ZeroRedunda
             if isinstance(scheduler, LRScheduler):
                 _counted(made)
     return made
+
+
+def _refuse_coupled(optimizer: Optimizer) -> None:
+    """Raise if the update of a parameter depends on others, which a part of them does not have."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, LBFGS):
+        raise ValueError(
+            f"shard_optimizer=True, but configure_optimizers returned {name}, whose line search and stopping rules "
+            "need all parameters at once, and each process would have a part of them. Leave shard_optimizer out, or "
+            "take an optimizer that updates each parameter by itself, such as torch.optim.AdamW."
+        )
+    if getattr(optimizer, "clips_together", False):  # of this package
+        norms = [group["max_norm"] for group in optimizer.param_groups]
+        raise ValueError(
+            f"shard_optimizer=True, but configure_optimizers returned {name}(max_norm={min(norms)}), which clips by "
+            "the norm of all gradients, and each process would take that of its part. Leave max_norm out and clip by "
+            "Trainer(gradient_clip_val=...), or leave shard_optimizer out."
+        )
+
+
+def _evaluated_once(step: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """``step``, which refuses to compute the loss anew: weights of other parts are not yet what they will be.
+
+    Args:
+        step: of an optimizer in parts.
+        name: of the class of each part.
+    """
+
+    @functools.wraps(step)
+    def evaluated_once(self: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        if closure is None:
+            return step(self, **kwargs)
+        evaluated = False
+
+        def once() -> Any:
+            nonlocal evaluated
+            if evaluated:
+                raise ValueError(
+                    f"shard_optimizer=True, but a step of {name} computes the loss more than once, while each process "
+                    "changes the weights of its own part alone. Leave shard_optimizer out, or take an optimizer that "
+                    "needs one loss per step, such as torch.optim.AdamW."
+                )
+            evaluated = True
+            return closure()
+
+        return step(self, closure=once, **kwargs)
+
+    return evaluated_once
 
 
 def _counted(optimizer: Optimizer) -> None:

@@ -264,7 +264,7 @@ class Devices(_Base):
                 met = naming_who_has_ended(meeting, "ranks", self.global_rank, self.world_size)
             try:
                 with met:
-                    self.ranks = Ranks(self.cluster_environment.main_address)
+                    self.ranks = self._others(self.cluster_environment.main_address)
             except dist.DistError as error:
                 # it trains all the same
                 warnings.warn(
@@ -274,6 +274,11 @@ class Devices(_Base):
                 )
             else:
                 MEMORY.agreement = self.ranks.agreed
+
+    @staticmethod
+    def _others(host: str) -> Ranks:
+        """The processes that have met, until :meth:`teardown`."""
+        return Ranks(host)
 
     def _meet(self) -> dist.Store | None:
         """Make the process group, which Lightning's strategy then takes as it is, and return where all have met."""

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ort.checkpoints import ORTCheckpointIO
+from lightning_ort.distributed.ranks import Ranks
 from lightning_ort.errors import CheckpointError
 from lightning_ort.lightning.devices import PRECISIONS, Devices, check_precision
 from lightning_ort.lightning.engine import EngineOptions
@@ -106,6 +107,12 @@ class ORTFabricStrategy(EngineOptions, Devices):
     @override
     def _filled_in(self) -> dict[str, Any]:
         return {**super()._filled_in(), "precision": self._precision}
+
+    @staticmethod
+    @override
+    def _others(host: str) -> Ranks:
+        # nobody tears a Fabric down, and a script may make many
+        return Ranks.of_group(host)
 
     def _set_world_ranks(self) -> None:
         """Called by Fabric, when all is known that it fills in."""

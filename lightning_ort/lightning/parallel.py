@@ -16,9 +16,11 @@ from typing import Any, Literal
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.distributed.constants import default_pg_timeout
+from torch.multiprocessing import ProcessExitedException
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ort.distributed.sync_batchnorm import sync, unsync
+from lightning_ort.errors import RankError
 from lightning_ort.lightning_packages import TorchCheckpointIO, Variant
 from lightning_ort.validation import choice, flag, number, shown
 
@@ -206,9 +208,25 @@ class WatchedLauncher(Variant):
     """One of Lightning's launchers, whose processes learn why another has ended."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Call ``function`` in each process, as Lightning's own launcher does."""
+        """Call ``function`` in each process, as Lightning's own launcher does.
+
+        Raises:
+            RankError: a process that was spawned or forked has ended without an error of Python.
+        """
         watched = functools.partial(_watched, function, trainer)
-        return super().launch(watched, *args, trainer=trainer, **kwargs)  # type: ignore[misc]
+        try:
+            return super().launch(watched, *args, trainer=trainer, **kwargs)  # type: ignore[misc]
+        except ProcessExitedException as error:
+            strategy = self._strategy  # type: ignore[attr-defined]
+            count = strategy.num_processes
+            rank, how = strategy.node_rank * count + error.error_index, f"exit code {error.exit_code}"
+            if error.signal_name is not None:
+                how = f"signal {error.signal_name}: killed, or out of memory?"
+            raise RankError(
+                f"rank {rank} of {count * strategy.num_nodes} has ended without a word ({how}), and its launcher has "
+                "ended the others. Its own output may say more. Go on from the last checkpoint: "
+                "trainer.fit(..., ckpt_path='last')."
+            ) from error
 
     def _recover_results_in_main_process(self, *args: Any) -> None:
         # private: what processes hand back is a file of weights alone, which is no checkpoint

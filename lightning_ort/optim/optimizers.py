@@ -106,6 +106,11 @@ class AdamLike(Optimizer):
                 self._apply(p, state, group)
         return loss
 
+    @property
+    def clips_together(self) -> bool:
+        """Whether the update of a parameter depends on the norm of all gradients."""
+        return not all(math.isinf(group["max_norm"]) for group in self.param_groups)
+
     @staticmethod
     def _norm(gradients: list[Tensor], groups: list[dict[str, Any]]) -> Tensor | None:
         """Of all gradients together; ``None`` where no group is clipped by it."""

@@ -1,4 +1,9 @@
-"""A fit of several processes of which one fails: ``python failing.py HOW RANK STEP FOLDER``."""
+"""A fit of several processes of which one fails: ``python failing.py HOW RANK STEP FOLDER [START]``.
+
+HOW is "kill", "exit", "raise", "gloo" (an error with words that errors of collectives have, too), or "late" (it is
+killed, and the last process comes to that step when the first one has found that out).
+START is how the Trainer starts processes, if those that run the script are not all.
+"""
 
 from __future__ import annotations
 
@@ -32,22 +37,29 @@ class Classifier(LightningModule):
     def on_train_batch_start(self, batch, batch_idx):
         if self.global_step == step and self.global_rank == rank and not (folder / "done").exists():
             (folder / "done").touch()
-            if how == "kill":
+            if how == "exit":
+                os._exit(3)
+            if how in ("kill", "late"):
                 os.kill(os.getpid(), signal.SIGKILL)
+            if how == "gloo":
+                raise RuntimeError("my own words about gloo, NCCL and what is closed by peer")
             raise ValueError("row 7 of the data is empty")
+        if how == "late" and self.global_step == step and self.global_rank == self.trainer.world_size - 1:
+            time.sleep(9)
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters())
 
 
 if __name__ == "__main__":
-    if (folder / "done").exists() and os.environ["RANK"] == "1":
+    if (folder / "done").exists() and os.environ.get("RANK") == "1":
         time.sleep(2)  # started again: rank 0 meets nobody but what has ended
     warnings.simplefilter("ignore")
     checkpoints = ModelCheckpoint(folder, every_n_train_steps=4, save_last=True, save_on_train_epoch_end=False)
     trainer = Trainer(
-        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=ORTStrategy(print_report=False),
-        max_steps=20, callbacks=[checkpoints], logger=False, enable_progress_bar=False, enable_model_summary=False,
+        accelerator="cpu", devices=int(os.environ.get("WORLD_SIZE", 2)), callbacks=[checkpoints],
+        strategy=ORTStrategy(print_report=False, start_method=sys.argv[5] if len(sys.argv) > 5 else None),
+        max_steps=20, logger=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     rows = TensorDataset(torch.randn(320, 6), torch.randint(0, 3, (320,)))
     trainer.fit(Classifier(), DataLoader(rows, 8), ckpt_path="last")

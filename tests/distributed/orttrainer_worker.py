@@ -130,17 +130,27 @@ def half(distributed: dict[str, Any]) -> dict[str, Any]:
     return {"ours": weights(found), "seen": seen, "state": found.state_dict()["loss_scaler"]["skipped_steps"]}
 
 
-def combined_by_adasum() -> dict[str, Any]:
-    ours = run(trainer(SGD(lr=0.1), {"enable_adasum": True}, double=True), batches(), whole=False)
+def combined_by_adasum(steps: int = 1, *, post: bool = False) -> dict[str, Any]:
+    """Updates of ``steps`` gradients, combined one by one or, with ``post``, their sums."""
+    distributed = {"enable_adasum": True, "allreduce_post_accumulation": post}
+    accumulation = {"batch": {"gradient_accumulation_steps": steps}}
+    ours = run(trainer(SGD(lr=0.1), distributed, double=True, **accumulation), batches(), whole=False)
     model = make().double()
+    parameters = list(model.parameters())
+    of_ranks: list[list[Tensor]] = []  # of each parameter those of all ranks, one step after the other
     for x, label in batches():
         gradients = [
-            torch.autograd.grad(F.cross_entropy(model(a.double()), b), list(model.parameters()))
+            torch.autograd.grad(F.cross_entropy(model(a.double()), b), parameters)
             for a, b in zip(x.chunk(WORLD), label.chunk(WORLD), strict=True)
         ]
+        of_ranks.append([torch.stack(each) for each in zip(*gradients, strict=True)])
+        if len(of_ranks) < steps:
+            continue
         with torch.no_grad():
-            for p, of_ranks in zip(model.parameters(), zip(*gradients, strict=True), strict=True):
-                p -= 0.1 * adasum(of_ranks)
+            for p, each in zip(parameters, zip(*of_ranks, strict=True), strict=True):
+                combined = adasum(list(sum(each))) if post else sum(adasum(list(one)) for one in each)
+                p -= 0.1 * combined / steps
+        of_ranks = []
     return {"ours": weights(ours), "one": dict(model.state_dict())}
 
 
@@ -345,6 +355,8 @@ def main() -> None:
         "half": half({}),
         "zero half": half(ZERO),
         "adasum": combined_by_adasum(),
+        "adasum each": combined_by_adasum(4),
+        "adasum post": combined_by_adasum(4, post=True),
     }
     found |= {f"stage {stage}": resumed(folder, stage) for stage in (0, 1)}
     found |= {"refused": refused(), "parts": parts(), "sessions": of_sessions(), "older": of_the_older_class(folder)}

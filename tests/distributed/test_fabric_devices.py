@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from .kills import Fit
 from .ranks import launch
 from .test_data_parallel import assert_close
 
@@ -42,3 +43,15 @@ def test_all_ran_in_onnx_runtime(ranks):
 def test_checkpoints_have_the_names_of_the_module(ranks):
     for rank in ranks:
         assert rank["ort"]["again"] and rank["ort"]["names"] == rank["ddp"]["names"] == list(rank["ort"]["weights"])
+
+
+def test_the_script_ends(tmp_path):
+    """One thread for all Fabrics, which has ended before the interpreter does."""
+    fit = Fit(tmp_path, 2, "torchrun", [str(Path(__file__).parent / "fabric_exit.py"), "8"])
+    try:
+        assert fit.ended(120)
+    finally:
+        fit.close()
+    for code, written in zip(fit.codes(), fit.outputs(), strict=True):
+        assert code == 0, written[-2000:]
+        assert "threads of all Fabrics: 1\n" in written and "threads at the end: 0\n" in written, written[-2000:]

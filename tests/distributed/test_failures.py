@@ -24,7 +24,7 @@ pytestmark = pytest.mark.stock_only  # how processes end is the same beside any 
 SCRIPT = Path(__file__).parent / "failing.py"
 
 
-@pytest.mark.parametrize(("how", "rank", "step"), [("kill", 0, 9), ("raise", 1, 5)])
+@pytest.mark.parametrize(("how", "rank", "step"), [("kill", 0, 9), ("raise", 1, 5), ("gloo", 1, 5)])
 def test_the_others_name_the_rank(how, rank, step, tmp_path):
     fit = Fit(tmp_path, 2, "torchrun", [str(SCRIPT), how, str(rank), str(step), str(tmp_path)])
     try:
@@ -38,10 +38,43 @@ def test_the_others_name_the_rank(how, rank, step, tmp_path):
         assert codes[rank] == -9
         assert f"RankError: rank {rank} of 2 has ended without a word" in survivor
     else:
-        assert "ValueError: row 7 of the data is empty" in failed
-        assert f"RankError: rank {rank} of 2 has failed: ValueError: row 7 of the data is empty" in survivor
+        words = "ValueError: row 7 of the data is empty" if how == "raise" else "RuntimeError: my own words about gloo"
+        assert words in failed and "RankError" not in failed
+        assert f"RankError: rank {rank} of 2 has failed: {words}" in survivor
     saved = torch.load(tmp_path / "last.ckpt", weights_only=False)
     assert saved["global_step"] == 4 * (step // 4)
+
+
+@pytest.mark.parametrize(
+    ("start", "how", "rank", "words"),
+    [
+        ("spawn", "kill", 1, "RankError: rank 1 of 2 has ended without a word (signal SIGKILL: killed, or"),
+        ("fork", "exit", 0, "RankError: rank 0 of 2 has ended without a word (exit code 3), and its launcher"),
+        ("fork", "raise", 1, "ValueError: row 7 of the data is empty"),
+    ],
+)
+def test_the_launcher_of_functions_names_the_rank(start, how, rank, words, tmp_path):
+    """It ends the others, and its error is the one of the script."""
+    fit = Fit(tmp_path, 2, "script", [str(SCRIPT), how, str(rank), "5", str(tmp_path), start])
+    try:
+        assert fit.ended(120)
+    finally:
+        fit.close()
+    assert fit.codes() == [1]
+    assert words in fit.outputs()[0], fit.outputs()[0][-3000:]
+    assert torch.load(tmp_path / "last.ckpt", weights_only=False)["global_step"] == 4
+
+
+def test_who_is_late_learns_what_the_first_rank_has_found_out(tmp_path):
+    """Rank 1 of 3 is killed; rank 0, which serves the store, has ended when rank 2 meets what is missing."""
+    fit = Fit(tmp_path, 3, "torchrun", [str(SCRIPT), "late", "1", "5", str(tmp_path)])
+    try:
+        assert fit.ended(120)
+    finally:
+        fit.close()
+    assert fit.codes() == [1, -9, 1]
+    for rank in (0, 2):
+        assert "RankError: rank 1 of 3 has ended without a word" in fit.outputs()[rank]
 
 
 @pytest.mark.parametrize(

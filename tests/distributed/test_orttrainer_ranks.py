@@ -94,6 +94,16 @@ def test_adasum(ranks):
     assert not torch.allclose(found[0]["ours"]["fc1.weight"], ranks[0]["sgd"]["ours"]["fc1.weight"], rtol=1e-3)
 
 
+def test_adasum_of_accumulated_gradients(ranks):
+    """Of sums it is another than the sum of those of each step."""
+    for name in ("adasum each", "adasum post"):
+        found = [rank[name] for rank in ranks]
+        assert_ranks_equal([rank["ours"] for rank in found])
+        assert_close(found[0]["ours"], found[0]["one"], 1e-9)
+    each, post = (ranks[0][f"adasum {when}"]["ours"]["fc1.weight"] for when in ("each", "post"))
+    assert not torch.allclose(each, post, rtol=1e-3)
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 def test_checkpoints(ranks, folder, stage):
     found = [rank[f"stage {stage}"] for rank in ranks]
