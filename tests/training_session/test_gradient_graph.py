@@ -212,14 +212,6 @@ def test_sizes_that_must_be_divisible_stay_open() -> None:
         np.testing.assert_allclose(run(data, {"x": x})["x_grad"], share * (1 - share), rtol=1e-4, atol=1e-7)
 
 
-def test_graphs_that_depend_on_a_varying_size_are_refused() -> None:
-    text = """g (float[1,1,H] x) => (float[1,1,K] y) {
-        y = Conv<auto_pad="SAME_UPPER", strides=[2], kernel_shape=[3]>(x, w) }"""
-    builder = GradientGraphBuilder(parse(text, w=floats(1, 1, 3)), {"y"}, {"x"}, "y")
-    with pytest.raises(UnsupportedError, match=r"what it computes depends on H. Declare these sizes"):
-        builder.build()
-
-
 def test_what_has_no_gradient_is_named_before_anything_is_built() -> None:
     with pytest.raises(UnsupportedError, match=r"Foo \(node 'd'\)"):
         GradientGraphBuilder(parse("g (float[2,2] x) => (float d) { d = Foo(x) }"), {"d"}, {"x"}, "d")
