@@ -244,6 +244,20 @@ CASES: dict[str, Case] = {
     "Conv in groups": Case("y = Conv<group=3, dilations=[2,2]>(x, w)", {"x": IMAGE, "w": (6, 1, 3, 3)}),
     "Conv with uneven pads": Case("y = Conv<pads=[1,0,2,1]>(x, w)", {"x": IMAGE, "w": (4, 3, 3, 2)}),
     "Conv SAME_LOWER": Case('y = Conv<auto_pad="SAME_LOWER", strides=[2,2]>(x, w)', {"x": IMAGE, "w": (4, 3, 3, 4)}),
+    **{
+        f"{op} of a {kind} by a tensor": Case(
+            f"c = Constant<{constant}>() y = {op}(c, x)", {"x": np.array(divisors, dtype)}, out=out
+        )
+        for op in ("Div", "Mod<fmod=1>")
+        for kind, constant, divisors, dtype, out in (
+            ("whole number", "value = int64 {7}", [1, 2, -3], np.int64, "int64"),
+            ("number", "value = float {7.0}", [1.5, 2, -3], np.float32, "float"),
+        )
+    },
+    "Mod of a whole number by a tensor": Case(
+        "c = Constant<value = int64 {7}>() y = Mod(c, x)", {"x": np.array([1, 2, -3])}, out="int64"
+    ),
+    "Div of a size by a tensor": Case("s = Size(x) y = Div(s, x)", {"x": np.array([1, 2, -3])}, out="int64"),
     "Conv SAME_UPPER, one left out": Case(
         'y = Conv<auto_pad="SAME_UPPER", strides=[2,2]>(x, w)', {"x": (1, 3, 4, 8), "w": (4, 3, 1, 1)}
     ),
