@@ -265,6 +265,7 @@ WINDOWS = {
     "Conv same lower": 'y = Conv<auto_pad="SAME_LOWER", strides=[3], kernel_shape=[3]>(h, k)',
     "MaxPool same": 'y = MaxPool<auto_pad="SAME_UPPER", strides=[2], kernel_shape=[3]>(h)',
     "reflect": 'y = Pad<mode="reflect">(h, two)',
+    "linear": 'c = Constant<value = float[3] {1.0, 1.0, 1.7}>() y = Resize<mode="linear">(h, , c)',
     "edge": 'y = Pad<mode="edge">(h, two)',
 }
 
