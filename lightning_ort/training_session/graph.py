@@ -53,6 +53,10 @@ class TrainingGraph:
         infos: the inputs, as far as they are known better than from ``proto``.
         sizes: what the graph is made at, and holds for at least: the sizes that vary, by name.
 
+    Raises:
+        ValueError: the loss depends on none of ``gradients``.
+        UnsupportedError: the graph cannot be differentiated.
+
     Attributes:
         infos: the inputs, with what the operators require of their sizes.
         runner: of the graph.
@@ -90,6 +94,10 @@ class TrainingGraph:
             hints=None if sizes is None else [sizes],
             conditional=True,
         )
+        if trains and joint.unused >= set(gradients):
+            raise ValueError(
+                f"No weight is trained: the loss {loss!r} has a gradient by none of {', '.join(map(repr, gradients))}."
+            )
         self.infos, self._joint = joint.infos, joint
         infos = [*joint.infos]
         model = written(joint, proto, fed=tensors)
