@@ -80,6 +80,8 @@ def _elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _divide(a: Any, b: Any) -> Any:
     """Whole numbers are divided towards zero, as ONNX does for integers."""
+    if _is_open(a, b) and _known(a >= 0) and _known(b > 0):
+        return a // b
     quotient = abs(a) // abs(b)
     return quotient if bool(a >= 0) == bool(b > 0) else -quotient
 

@@ -264,6 +264,8 @@ WINDOWS = {
     "Conv same upper": 'y = Conv<auto_pad="SAME_UPPER", strides=[2], kernel_shape=[3]>(h, k)',
     "Conv same lower": 'y = Conv<auto_pad="SAME_LOWER", strides=[3], kernel_shape=[3]>(h, k)',
     "MaxPool same": 'y = MaxPool<auto_pad="SAME_UPPER", strides=[2], kernel_shape=[3]>(h)',
+    "MaxPool ceil": "y = MaxPool<ceil_mode=1, strides=[2], kernel_shape=[3]>(h)",
+    "second half": "s = Shape<start=2>(x) i = Div(s, pair) y = Slice(h, i, end, pair)",
     "reflect": 'y = Pad<mode="reflect">(h, two)',
     "linear": 'c = Constant<value = float[3] {1.0, 1.0, 1.7}>() y = Resize<mode="linear">(h, , c)',
     "edge": 'y = Pad<mode="edge">(h, two)',
@@ -274,7 +276,15 @@ WINDOWS = {
 def test_windows_and_borders_of_an_open_length(name: str) -> None:
     text = f"""g (float[N,2,L] x) => (float loss) {{ h = Mul(x, w) {WINDOWS[name]} z = Mul(y, y)
         loss = ReduceMean<keepdims=0>(z) }}"""
-    model = parse(text, 18, w=np.float32(2), k=floats(3, 2, 3), two=np.array([0, 0, 2, 0, 0, 2]))
+    model = parse(
+        text,
+        18,
+        w=np.float32(2),
+        k=floats(3, 2, 3),
+        two=np.array([0, 0, 2, 0, 0, 2]),
+        pair=np.array([2]),
+        end=np.array([99]),
+    )
     session, data = sgd(model, "w"), gradient_model(model, {"loss"}, {"x"}, "loss")
     for length in (3, 4, 5, 8, 9, 20):
         compare(model, session, data, 2, 2, length)
@@ -316,3 +326,9 @@ def test_a_number_that_one_size_in_many_has_is_found() -> None:
     session = sgd(model, "w")
     for length in (6, 7, 8):
         compare(model, session, None, 2, length)
+
+
+def test_the_gradient_of_a_product_along_an_open_size_is_refused() -> None:
+    model = parse("g (float[N,4] x) => (float loss) { h = Mul(x, w) loss = ReduceProd<keepdims=0>(h) }", w=floats(4))
+    with pytest.raises(UnsupportedError, match=r"product \(ReduceProd\) along an axis .* Declare N as numbers"):
+        GradientGraphBuilder(model, {"loss"}, {"w"}, "loss").build()

@@ -188,6 +188,8 @@ def _in_names(error: Exception, fakes: Fakes | None) -> Exception:
     """``error`` with the names of sizes in the place of torch's symbols."""
     text = str(error)
     for symbol, name in (fakes.names() if fakes is not None else {}).items():
+        if symbol.isdigit():  # what the operators fix
+            continue
         text = re.sub(rf"\b{symbol}\b", lambda _, name=name: name, text)  # type: ignore[misc]
     renamed = type(error)(text)
     renamed.__cause__ = error.__cause__
