@@ -131,14 +131,14 @@ def _joint(
     conditional: bool,
 ) -> Joint:
     found: list[Joint] = []
-    traced_with: Fakes | None = None
+    traced_with: list[Fakes] = []
     reason: Exception | None = None
     for sizes in examples:
         fakes = None
         try:
             fakes = Fakes(infos, sizes)
             found.append(_trace(module, infos, fakes, differentiated, incoming, wanted, statistics))
-            traced_with = traced_with or fakes
+            traced_with.append(fakes)
         except (Untraceable, UnsupportedError) as error:
             if reason is None and varying(infos):
                 required = required_sizes(region_of(module, differentiated, []), infos)
@@ -158,8 +158,8 @@ def _joint(
         named = [name for name in independent(infos) if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", str(reason))]
         advice = f" Of {', '.join(named)}, declare as numbers the ones that are always the same." if named else ""
         raise UnsupportedError(f"The {what} cannot be differentiated: {reason}{advice}") from reason
-    assert traced_with is not None
-    assumed = tuple(dict.fromkeys(guard.expr for guard in traced_with.env.guards))
+    names, sizes = found[0].names, traced_with[0].hints
+    assumed = tuple(dict.fromkeys(guard.expr for guard in traced_with[0].env.guards))
 
     def other(sizes: Mapping[str, int]) -> Joint | None:
         single = {name: size for name, size in sizes.items() if size == 1}
@@ -173,7 +173,8 @@ def _joint(
 
     # something was decided by a size; traces at others tell whether it matters
     if len(found) == 2 and holds_for(found[0].traced, found[1].traced):
-        others = (other(sizes) for sizes in other_sizes(assumed, found[0].names, traced_with.hints))
+        untried = [condition for condition in assumed if satisfied([condition], names, traced_with[1].hints)]
+        others = (other(excluded) for excluded in other_sizes(untried, names, sizes))
         if all(holds_for(found[0].traced, joint.traced) is not False for joint in others if joint is not None):
             return found[0]
     if conditional:
