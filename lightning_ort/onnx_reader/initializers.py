@@ -14,9 +14,10 @@ from lightning_ort.errors import UnsupportedError
 from lightning_ort.onnx_reader.registry import OPERATORS
 from lightning_ort.runtime.tensors import TORCH
 
-__all__ = ["state_initializers", "trainable_initializers"]
+__all__ = ["FLOATS", "state_initializers", "trainable_initializers"]
 
-_FLOATS = {onnx_type for onnx_type, dtype in TORCH.items() if dtype.is_floating_point}
+FLOATS = {onnx_type for onnx_type, dtype in TORCH.items() if dtype.is_floating_point}
+"""Element types of initializers that can be trained."""
 
 
 def trainable_initializers(model: onnx.ModelProto, settled: Collection[str] = ()) -> list[str]:
@@ -37,7 +38,7 @@ def trainable_initializers(model: onnx.ModelProto, settled: Collection[str] = ()
     """
     used = {name for name, _, kind in _uses(model.graph) if kind == "tensor"}
     used |= {o.name for o in model.graph.output}
-    floats = {i.name: i for i in model.graph.initializer if i.data_type in _FLOATS and i.name in used}
+    floats = {i.name: i for i in model.graph.initializer if i.data_type in FLOATS and i.name in used}
     notes = [(v.name, p.key, p.value) for v in model.graph.value_info for p in v.metadata_props]
     kinds = {name: value for name, key, value in notes if key == _KIND}
     folded = {name: re.findall(r"'([^']+)'", value) for name, key, value in notes if key == _FOLDED and name in floats}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import onnx
 import onnx.inliner
@@ -12,6 +12,7 @@ import onnx.inliner
 from lightning_ort.errors import CheckpointError, UnsupportedError
 from lightning_ort.files.onnx_files import check_count, check_model, read_onnx
 from lightning_ort.files.reading import refusing
+from lightning_ort.onnx_reader.initializers import FLOATS
 from lightning_ort.onnx_reader.reader import CONTROL_FLOW
 from lightning_ort.onnx_reader.registry import OPERATORS
 from lightning_ort.onnx_reader.values import label_of
@@ -61,7 +62,58 @@ def _written_out(proto: onnx.ModelProto) -> onnx.ModelProto:
     unknown = dict.fromkeys(_unknown(proto.graph))
     if unknown:
         raise UnsupportedError("These ONNX operators cannot be read as torch operations:\n  " + "\n  ".join(unknown))
-    return proto
+    return _lifted(proto)
+
+
+def _lifted(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """``proto`` with the float initializers of its branches and loop bodies among its own, where they can be trained.
+
+    One whose name another value of the model has gets a number behind it.
+    """
+    if not any(i.data_type in FLOATS for graph in _subgraphs(proto.graph) for i in graph.initializer):
+        return proto
+    lifted = onnx.ModelProto()
+    lifted.CopyFrom(proto)
+    graphs = [lifted.graph, *_subgraphs(lifted.graph)]
+    inside = [(graph, i.name) for graph in graphs[1:] for i in graph.initializer if i.data_type in FLOATS]
+    moved = {name for _, name in inside}
+    taken = set().union(*map(_names, graphs)) - moved | (_names(lifted.graph) & moved)
+    for graph, name in inside:
+        new, number = name, 0
+        while new in taken or (new != name and new in moved):
+            number += 1
+            new = f"{name}_{number}"
+        taken.add(new)
+        if new != name:
+            _rename(graph, name, new)
+        position = next(i for i, initializer in enumerate(graph.initializer) if initializer.name == name)
+        lifted.graph.initializer.add().CopyFrom(graph.initializer[position])
+        lifted.graph.initializer[-1].name = new
+        del graph.initializer[position]
+    return lifted
+
+
+def _subgraphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """The branches and bodies in ``graph``, and those in them."""
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                yield attribute.g
+                yield from _subgraphs(attribute.g)
+
+
+def _names(graph: onnx.GraphProto) -> set[str]:
+    """The names that ``graph`` gives to values, without those in its branches and bodies."""
+    return {v.name for v in [*graph.initializer, *graph.input]} | {o for node in graph.node for o in node.output}
+
+
+def _rename(graph: onnx.GraphProto, old: str, new: str) -> None:
+    """Let everything in ``graph`` that reads ``old`` read ``new``."""
+    for inner in (graph, *_subgraphs(graph)):
+        for node in inner.node:
+            node.input[:] = [new if name == old else name for name in node.input]
+        for output in inner.output:
+            output.name = new if output.name == old else output.name
 
 
 def _opset(graph: onnx.ModelProto | onnx.FunctionProto) -> int | None:

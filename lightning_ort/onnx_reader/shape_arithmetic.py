@@ -1,7 +1,8 @@
 """ONNX operators on sizes: Python numbers and flat lists of them, which may be symbolic.
 
 What a graph computes from ``Shape`` with these operators never becomes a tensor. A scalar is a number, a vector a
-list; whole numbers stay whole, also where ONNX casts them to float and back.
+list; whole numbers stay whole, also where ONNX casts them to float and back. What compares sizes that are open is
+computed as well, a number that is 1 or 0: an answer for the sizes of a trace would be one for these alone.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from lightning_ort.onnx_reader.values import Constant, Number, Value
 
@@ -38,7 +41,9 @@ def as_tensor(value: Numbers, dtype: torch.dtype, like: torch.Tensor | None) -> 
     if isinstance(value, (list, tuple)):
         if not value:
             return torch.zeros(0, dtype=dtype, device=device)
-        return torch.stack([torch.full((), v, dtype=dtype, device=device) for v in value])
+        return torch.stack([as_tensor(v, dtype, like) for v in value])
+    if dtype == torch.bool and isinstance(value, torch.SymInt):
+        return as_tensor(value, torch.int64, like) != 0
     return torch.full((), value, dtype=dtype, device=device)
 
 
@@ -75,6 +80,8 @@ def _elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _divide(a: Any, b: Any) -> Any:
     """Whole numbers are divided towards zero, as ONNX does for integers."""
+    if _is_open(a, b) and _known(a >= 0) and _known(b > 0):
+        return a // b
     quotient = abs(a) // abs(b)
     return quotient if bool(a >= 0) == bool(b > 0) else -quotient
 
@@ -95,6 +102,51 @@ def _ceil(a: Any) -> Any:
     return a if isinstance(a, (int, torch.SymInt)) else math.ceil(a)
 
 
+def _is_open(*values: Any) -> bool:
+    """Whether some of whole numbers is symbolic, where what is computed from it can be as well.
+
+    Dynamo compiles anew where the answer to a comparison is another one.
+    """
+    whole = all(isinstance(v, (int, torch.SymInt)) for v in values)
+    return whole and any(isinstance(v, torch.SymInt) for v in values) and not torch.compiler.is_dynamo_compiling()
+
+
+def _known(answer: Any) -> bool | None:
+    """The answer to a comparison of sizes if it is the same for all of them, from 1 upwards."""
+    if not isinstance(answer, torch.SymBool):
+        return bool(answer)
+    expression = answer.node.expr
+    bounds = bound_sympy(expression, {s: ValueRanges(1, int_oo) for s in expression.free_symbols})
+    return bool(bounds.lower) if bounds.is_singleton() else None
+
+
+def _comparison(compare: Callable[[Any, Any], Any], computed: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """``compare``, or the number that ``computed`` makes of open sizes, positive where it is true."""
+
+    def answer(a: Any, b: Any) -> Any:
+        if not _is_open(a, b):
+            return bool(compare(a, b))
+        known = _known(compare(a, b))
+        return torch.sym_min(torch.sym_max(computed(a, b), 0), 1) if known is None else known
+
+    return answer
+
+
+_equal = _comparison(operator.eq, lambda a, b: 1 - torch.sym_max(a - b, b - a))
+
+
+def _where(condition: Any, a: Any, b: Any) -> Any:
+    if not _is_open(condition):
+        return a if condition else b
+    if all(isinstance(v, (int, torch.SymInt)) for v in (a, b)):
+        return b + condition * (a - b)
+    return a if bool(condition != 0) else b
+
+
+def _not(a: Any) -> Any:
+    return 1 - a if _is_open(a) else not a
+
+
 _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "Add": lambda a, b: a + b,
     "Sub": lambda a, b: a - b,
@@ -107,15 +159,15 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "Floor": _floor,
     "Ceil": _ceil,
     "Sqrt": lambda a: torch.sym_sqrt(a) if isinstance(a, torch.SymInt) else math.sqrt(a),
-    "Equal": lambda a, b: bool(a == b),
-    "Less": lambda a, b: bool(a < b),
-    "LessOrEqual": lambda a, b: bool(a <= b),
-    "Greater": lambda a, b: bool(a > b),
-    "GreaterOrEqual": lambda a, b: bool(a >= b),
-    "And": lambda a, b: bool(a and b),
-    "Or": lambda a, b: bool(a or b),
-    "Not": lambda a: not a,
-    "Where": lambda c, a, b: a if c else b,
+    "Equal": _equal,
+    "Less": _comparison(operator.lt, lambda a, b: b - a),
+    "LessOrEqual": _comparison(operator.le, lambda a, b: b - a + 1),
+    "Greater": _comparison(operator.gt, lambda a, b: a - b),
+    "GreaterOrEqual": _comparison(operator.ge, lambda a, b: a - b + 1),
+    "And": lambda a, b: torch.sym_min(a, b) if _is_open(a, b) else bool(a and b),
+    "Or": lambda a, b: torch.sym_max(a, b) if _is_open(a, b) else bool(a or b),
+    "Not": _not,
+    "Where": _where,
 }
 for _name, _function in _ELEMENTWISE.items():
     NUMBER_OPERATORS[_name] = _elementwise(_function)
@@ -149,7 +201,7 @@ def constant_of_shape(shape: list[int], *, value: tuple[Any, torch.dtype] = (0.0
 def cast(value: Numbers, *, to: torch.dtype) -> Numbers:
     def convert(v: Any) -> Any:
         if to == torch.bool:
-            return bool(v)
+            return _not(_equal(v, 0))
         if isinstance(v, bool):
             return int(v)
         if to.is_floating_point or isinstance(v, (int, torch.SymInt)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ from lightning_ort.compiler.aot.emit import written
 from lightning_ort.compiler.aot.inputs import InputInfo, input_infos
 from lightning_ort.compiler.aot.joint import GRAD, NEW, trace_joint
 from lightning_ort.compiler.aot.reference import StepReference
+from lightning_ort.compiler.aot.sizes import independent, mismatch, settled
 from lightning_ort.compiler.aot.step_graph import StepGraph
 from lightning_ort.compiler.aot.step_runner import StepRunner
 from lightning_ort.errors import MismatchError
@@ -31,9 +32,14 @@ _ADVICE = (
     "Nothing was updated. Please report it with the model; TrainingSession(..., verify=False) would skip this check."
 )
 
+_MOST = 16
+"""Further graphs, for other sizes of the inputs, that are kept; each has a session of its own."""
+
 
 class TrainingGraph:
     """Runs a forward graph on weights that change, with the gradients of its loss where ``gradients`` are wanted.
+
+    Where what it computes depends on sizes that are left open, further graphs are made for such sizes as they come.
 
     Args:
         proto: the forward graph.
@@ -44,6 +50,12 @@ class TrainingGraph:
         tensors: weights and running statistics by name, read at each run; a training run writes new statistics.
         sessions: makes the one session.
         verify: compare the first run with the same computation in torch.
+        infos: the inputs, as far as they are known better than from ``proto``.
+        sizes: what the graph is made at, and holds for at least: the sizes that vary, by name.
+
+    Raises:
+        ValueError: the loss depends on none of ``gradients``.
+        UnsupportedError: the graph cannot be differentiated.
 
     Attributes:
         infos: the inputs, with what the operators require of their sizes.
@@ -60,12 +72,33 @@ class TrainingGraph:
         sessions: SessionFactory,
         *,
         verify: bool,
+        infos: Sequence[InputInfo] | None = None,
+        sizes: Mapping[str, int] | None = None,
     ) -> None:
+        def other(infos: Sequence[InputInfo], sizes: Mapping[str, int]) -> TrainingGraph:
+            return TrainingGraph(
+                proto, module, loss, gradients, tensors, sessions, verify=verify, infos=infos, sizes=sizes
+            )
+
+        self._make_other, self._others = other, dict[tuple[int, ...], TrainingGraph]()
         trains = bool(gradients)
         module.train(trains)
         incoming = [loss] if trains else []
-        joint = trace_joint(module, input_infos(proto), [loss], incoming, list(gradients), statistics=trains)
-        self.infos = joint.infos
+        joint = trace_joint(
+            module,
+            input_infos(proto) if infos is None else infos,
+            [loss],
+            incoming,
+            list(gradients),
+            statistics=trains,
+            hints=None if sizes is None else [sizes],
+            conditional=True,
+        )
+        if trains and joint.unused >= set(gradients):
+            raise ValueError(
+                f"No weight is trained: the loss {loss!r} has a gradient by none of {', '.join(map(repr, gradients))}."
+            )
+        self.infos, self._joint = joint.infos, joint
         infos = [*joint.infos]
         model = written(joint, proto, fed=tensors)
         inputs = {str(v.name) for v in model.graph.inputs}
@@ -102,11 +135,39 @@ class TrainingGraph:
         Raises:
             RefusedValueError: a node does not take the values that it was given.
             MismatchError: the first run gives something else than torch. Running statistics are as before then.
+            UnsupportedError: there is no graph for these sizes.
         """
+        sizes = self._sizes_of(feed)
+        if not self._joint.holds_at(sizes):
+            return self._for_sizes(sizes, feed)(feed, scale)
         for seed in self._seed:
             seed.fill_(scale)
         results = self._run(feed) if self._reference is None else self._compared(self._reference, feed, scale)
         return {name: result.numpy() for name, result in results.items()}
+
+    def _sizes_of(self, feed: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        """The sizes that vary, by name."""
+        if self._joint.conditions is None:
+            return {}
+        names = set(independent(self.infos))
+        pairs = [pair for info in self.infos for pair in zip(info.shape, feed[info.name].shape, strict=True)]
+        return {name: size for name, size in pairs if isinstance(name, str) and name in names}
+
+    def _for_sizes(self, sizes: dict[str, int], feed: Mapping[str, torch.Tensor]) -> TrainingGraph:
+        """A graph that holds for ``sizes``, for which this one does not."""
+        key = tuple(sizes.values())
+        graph = self._others.pop(key, None)
+        for known in self._others.values() if graph is None else ():
+            if mismatch(known.infos, [feed[i.name].shape for i in known.infos]) is None:
+                graph = known if known._joint.holds_at(known._sizes_of(feed)) else graph
+        if graph is None:
+            infos = settled(self.infos, sizes)
+            names = independent(infos)
+            graph = self._make_other(infos, {name: size for name, size in sizes.items() if name in names})
+        if len(self._others) == _MOST:
+            del self._others[next(iter(self._others))]
+        self._others[key] = graph
+        return graph
 
     def _run(self, feed: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         results = self.runner([*(feed[name] for name in self._fed), *self._seed])

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 import onnx
-from onnx import numpy_helper
+from onnx import TensorProto, numpy_helper
 
+from lightning_ort.errors import UnsupportedError
 from lightning_ort.onnx_reader.initializers import trainable_initializers
 from lightning_ort.validation import is_number, is_whole, shown
 
-__all__ = ["TrainingParameters", "check_weights", "trained_weights"]
+__all__ = ["TrainingParameters", "check_types", "check_weights", "trained_weights"]
+
+_UPDATED = {TensorProto.FLOAT, TensorProto.DOUBLE}
+"""Element types of weights that the optimizers update."""
 
 _NOT_CUT = "the graph is not cut into stages or slices: every process trains a copy of the whole model"
 _OWN_MEMORY = "activations are freed as early as eager frees them, and none is computed twice"
@@ -164,6 +168,22 @@ def trained_weights(model: onnx.ModelProto, parameters: TrainingParameters) -> l
     wanted, excluded = parameters.weights_to_train, parameters.weights_not_to_train
     chosen = wanted or set(trainable_initializers(model, excluded)) - _immutable(model, parameters.immutable_weights)
     return [name for name in known if name in chosen and name not in excluded]
+
+
+def check_types(model: onnx.ModelProto, trained: Collection[str], optimizer: str) -> None:
+    """
+    Raises:
+        UnsupportedError: an optimizer cannot update an initializer of this element type.
+    """
+    wrong = [i for i in model.graph.initializer if i.name in trained and i.data_type not in _UPDATED]
+    if wrong:
+        listed = ", ".join(repr(i.name) for i in wrong[:3]) + (", ..." if len(wrong) > 3 else "")
+        kind = TensorProto.DataType.Name(wrong[0].data_type).lower()
+        raise UnsupportedError(
+            f"The weights {listed} are {kind}; training_optimizer_name={optimizer!r} updates float and double ones. "
+            "Store the weights as float, with a Cast behind each where the graph computes in 16 bits; or leave "
+            "training_optimizer_name empty, and update them yourself."
+        )
 
 
 def _immutable(model: onnx.ModelProto, rules: Mapping[str, Mapping[int, float]]) -> set[str]:

@@ -27,7 +27,7 @@ from lightning_ort.runtime.tensors import ONNX, owning
 from lightning_ort.training_session.binding import TrainingBinding, as_feed, as_scalar, as_tensor
 from lightning_ort.training_session.graph import TrainingGraph, save_graphs
 from lightning_ort.training_session.optimizer import WeightUpdate
-from lightning_ort.training_session.parameters import TrainingParameters, check_weights, trained_weights
+from lightning_ort.training_session.parameters import TrainingParameters, check_types, check_weights, trained_weights
 from lightning_ort.training_session.signature import SessionInfo, signature_session
 from lightning_ort.validation import flag, shown
 
@@ -57,7 +57,8 @@ class TrainingSession(SessionInfo):
     Raises:
         FileNotFoundError, ValueError: no such file, not an ONNX model, unknown names, or a property that contradicts
             the model.
-        UnsupportedError: an operator that cannot be read or differentiated, named with its node.
+        UnsupportedError: an operator that cannot be read or differentiated, named with its node; or weights of a type
+            that the optimizer does not update.
         ProviderError: a provider that this ONNX Runtime does not have.
         ValueError: ``world_rank`` and ``world_size`` are not those of the process group.
     """
@@ -94,6 +95,8 @@ class TrainingSession(SessionInfo):
             trained = trained_weights(self._proto, parameters)
             if not trained:
                 raise ValueError("No weight is trained: the model has no float initializer that may be.")
+            if parameters.training_optimizer_name:
+                check_types(self._proto, trained, parameters.training_optimizer_name)
         with using(self._name):
             self._module = to_torch(self._proto, trained)
         by_name = {onnx_name: path for path, onnx_name in self._module.parameter_names.items()}

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_ort import GradientGraphBuilder
+from lightning_ort import GradientGraphBuilder, UnsupportedError
 from lightning_ort.onnx_reader import to_torch
 from lightning_ort.onnx_reader.load import STRUCTURE
 from lightning_ort.onnx_reader.reader import CONTROL_FLOW
@@ -244,6 +244,23 @@ CASES: dict[str, Case] = {
     "Conv in groups": Case("y = Conv<group=3, dilations=[2,2]>(x, w)", {"x": IMAGE, "w": (6, 1, 3, 3)}),
     "Conv with uneven pads": Case("y = Conv<pads=[1,0,2,1]>(x, w)", {"x": IMAGE, "w": (4, 3, 3, 2)}),
     "Conv SAME_LOWER": Case('y = Conv<auto_pad="SAME_LOWER", strides=[2,2]>(x, w)', {"x": IMAGE, "w": (4, 3, 3, 4)}),
+    **{
+        f"{op} of a {kind} by a tensor": Case(
+            f"c = Constant<{constant}>() y = {op}(c, x)", {"x": np.array(divisors, dtype)}, out=out
+        )
+        for op in ("Div", "Mod<fmod=1>")
+        for kind, constant, divisors, dtype, out in (
+            ("whole number", "value = int64 {7}", [1, 2, -3], np.int64, "int64"),
+            ("number", "value = float {7.0}", [1.5, 2, -3], np.float32, "float"),
+        )
+    },
+    "Mod of a whole number by a tensor": Case(
+        "c = Constant<value = int64 {7}>() y = Mod(c, x)", {"x": np.array([1, 2, -3])}, out="int64"
+    ),
+    "Div of a size by a tensor": Case("s = Size(x) y = Div(s, x)", {"x": np.array([1, 2, -3])}, out="int64"),
+    "Conv SAME_UPPER, one left out": Case(
+        'y = Conv<auto_pad="SAME_UPPER", strides=[2,2]>(x, w)', {"x": (1, 3, 4, 8), "w": (4, 3, 1, 1)}
+    ),
     "Conv over one axis": Case('y = Conv<auto_pad="SAME_UPPER">(x, w)', {"x": (2, 3, 7), "w": (4, 3, 4)}),
     "ConvTranspose": Case(
         "y = ConvTranspose<strides=[2,2], output_padding=[1,0], pads=[1,1,1,1]>(x, w, b)",
@@ -525,3 +542,14 @@ def test_random_numbers_have_the_distribution_and_follow_torchs_seed(body: str, 
     assert torch.equal(first, again)
     assert first.mean().item() == pytest.approx(mean, abs=0.2)
     assert first.std().item() == pytest.approx(deviation, rel=0.05)
+
+
+@pytest.mark.parametrize("operator", ["Conv<{}>(x, w)", "MaxPool<kernel_shape=[2], {}>(x)"])
+def test_strides_that_leave_out_more_than_one_element_have_no_automatic_padding(operator: str) -> None:
+    text = operator.format('auto_pad="SAME_UPPER", strides=[4]')
+    model = Case(f"y = {text}", {"x": (1, 1, 7), "w": (1, 1, 2)}).model()
+    module = to_torch(model)
+    weight = torch.randn(1, 1, 2)
+    with pytest.raises(UnsupportedError, match=r"stride of 4 over windows of 2 .* at a size of 8, .* give pads"):
+        module(torch.zeros(1, 1, 8), weight)
+    assert module(torch.zeros(1, 1, 7), weight)[0].shape == (1, 1, 2)

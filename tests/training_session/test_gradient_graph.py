@@ -212,12 +212,21 @@ def test_sizes_that_must_be_divisible_stay_open() -> None:
         np.testing.assert_allclose(run(data, {"x": x})["x_grad"], share * (1 - share), rtol=1e-4, atol=1e-7)
 
 
-def test_graphs_that_depend_on_a_varying_size_are_refused() -> None:
-    text = """g (float[1,1,H] x) => (float[1,1,K] y) {
-        y = Conv<auto_pad="SAME_UPPER", strides=[2], kernel_shape=[3]>(x, w) }"""
-    builder = GradientGraphBuilder(parse(text, w=floats(1, 1, 3)), {"y"}, {"x"}, "y")
-    with pytest.raises(UnsupportedError, match=r"what it computes depends on H. Declare these sizes"):
-        builder.build()
+def test_gradients_are_zero_where_no_output_depends_on_any_tensor() -> None:
+    model = parse(
+        "g (float[N,4] x) => (float loss, float count, int64 rows) { y = MatMul(x, w) loss = ReduceSum<keepdims=0>(y) "
+        "g = Greater(x, t) q = Cast<to=1>(g) count = ReduceSum<keepdims=0>(q) n = Shape<end=1>(x) rows = Squeeze(n) }",
+        w=floats(4, 3), t=np.float32(0), u=floats(2),
+    )  # fmt: skip
+    x = floats(3, 4)
+    for output, names in (("loss", {"u"}), ("count", {"x", "u"}), ("count", {"x"}), ("rows", {"x", "w"})):
+        results = run(gradient_model(model, {output}, names, output), {"x": x})
+        for name in names:
+            shape = {"x": (3, 4), "u": (2,), "w": (4, 3)}[name]
+            np.testing.assert_array_equal(results[f"{name}_grad"], np.zeros(shape, np.float32))
+        assert results["count"] == (x > 0).sum()
+    results = run(gradient_model(model, {"count"}, {"x"}, ""), {"x": x})
+    np.testing.assert_array_equal(results["x_grad"], np.zeros((3, 4), np.float32))
 
 
 def test_what_has_no_gradient_is_named_before_anything_is_built() -> None:

@@ -216,3 +216,119 @@ def test_a_number_of_steps_that_must_be_fixed() -> None:
     model = parse(f"g {text}", 18, w=floats(1, 12, 3), r=floats(1, 12, 4))
     with pytest.raises(UnsupportedError, match="linear_before_reset=0 the number of steps must be fixed"):
         gradient_model(model, {"loss"}, {"w", "r"}, "")
+
+
+def sgd(model: onnx.ModelProto, *weights: str) -> TrainingSession:
+    settings = TrainingParameters()
+    settings.loss_output_name, settings.training_optimizer_name = "loss", "SGDOptimizer"
+    settings.weights_to_train = set(weights)
+    return TrainingSession(model.SerializeToString(), settings)
+
+
+def compare(model: onnx.ModelProto, session: TrainingSession, data: bytes | None, *shape: int) -> None:
+    """The loss with ONNX Runtime's of the file itself, the gradient with torch's of the file as it is read."""
+    x = floats(*shape, seed=sum(shape))
+    wanted = run(model.SerializeToString(), {"x": x})["loss"]
+    (loss,) = session.run(["loss"], {"x": x, "Learning_Rate": [0.0]})
+    assert loss == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+    if data is None:
+        return
+    leaf = torch.from_numpy(x).requires_grad_()
+    to_torch(model)(leaf)[0].backward()
+    results = run(data, {"x": x})
+    assert results["loss"] == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+    np.testing.assert_allclose(results["x_grad"], leaf.grad.numpy(), rtol=1e-4, atol=1e-5)
+
+
+COMPARED = {
+    "Equal(s, one)": "y = Where(c, h, m)",
+    "Greater(s, ten)": "y = Where(c, h, m)",
+    "Less(s, hundred)": "f = Cast<to=1>(c) y = Add(h, f)",
+    "GreaterOrEqual(s, ten)": "q = Not(c) r = LessOrEqual(s, hundred) t = Or(q, r) y = Where(t, h, m)",
+    "LessOrEqual(ten, s)": "k = Where(c, s, one) f = Cast<to=1>(k) y = Mul(h, f)",
+}
+
+
+@pytest.mark.parametrize("comparison", COMPARED)
+def test_what_compares_open_sizes_is_computed(comparison: str) -> None:
+    text = f"""g (float[N,L] x) => (float loss) {{ h = Mul(x, w) m = Neg(h) s = Shape<start=1>(x) c = {comparison}
+        {COMPARED[comparison]} z = Mul(y, y) p = Add(z, y) loss = ReduceSum<keepdims=0>(p) }}"""
+    constants = {"one": np.array([1]), "ten": np.array([10]), "hundred": np.array([100])}
+    model = parse(text, 17, w=np.float32(2), **constants)
+    session, data = sgd(model, "w"), gradient_model(model, {"loss"}, {"x"}, "loss")
+    for length in (3, 10, 11, 100, 101, 1):
+        compare(model, session, data, 2, length)
+
+
+WINDOWS = {
+    "Conv same upper": 'y = Conv<auto_pad="SAME_UPPER", strides=[2], kernel_shape=[3]>(h, k)',
+    "Conv same lower": 'y = Conv<auto_pad="SAME_LOWER", strides=[3], kernel_shape=[3]>(h, k)',
+    "MaxPool same": 'y = MaxPool<auto_pad="SAME_UPPER", strides=[2], kernel_shape=[3]>(h)',
+    "MaxPool ceil": "y = MaxPool<ceil_mode=1, strides=[2], kernel_shape=[3]>(h)",
+    "second half": "s = Shape<start=2>(x) i = Div(s, pair) y = Slice(h, i, end, pair)",
+    "reflect": 'y = Pad<mode="reflect">(h, two)',
+    "linear": 'c = Constant<value = float[3] {1.0, 1.0, 1.7}>() y = Resize<mode="linear">(h, , c)',
+    "edge": 'y = Pad<mode="edge">(h, two)',
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_and_borders_of_an_open_length(name: str) -> None:
+    text = f"""g (float[N,2,L] x) => (float loss) {{ h = Mul(x, w) {WINDOWS[name]} z = Mul(y, y)
+        loss = ReduceMean<keepdims=0>(z) }}"""
+    model = parse(
+        text,
+        18,
+        w=np.float32(2),
+        k=floats(3, 2, 3),
+        two=np.array([0, 0, 2, 0, 0, 2]),
+        pair=np.array([2]),
+        end=np.array([99]),
+    )
+    session, data = sgd(model, "w"), gradient_model(model, {"loss"}, {"x"}, "loss")
+    for length in (3, 4, 5, 8, 9, 20):
+        compare(model, session, data, 2, 2, length)
+    if name == "edge":
+        compare(model, session, data, 2, 2, 1)
+
+
+HALVED = """g (float[N,L] x) => (float loss) { h = Mul(x, w) m = Neg(h) s = Shape<start=1>(x) f = Cast<to=1>(s)
+    i = Mul(f, half) c = Greater(i, limit) y = Where(c, h, m) z = Mul(y, y) p = Add(z, y)
+    loss = ReduceSum<keepdims=0>(p) }"""
+
+
+def test_a_session_has_a_graph_for_each_answer_to_what_cannot_be_computed() -> None:
+    model = parse(HALVED, w=np.float32(2), half=np.array([0.5], np.float32), limit=np.array([5.25], np.float32))
+    session = sgd(model, "w")
+    for shape in ((2, 11), (2, 10), (3, 12), (3, 3), (1, 30), (4, 1), (2, 10), (5, 7)):
+        compare(model, session, None, *shape)
+    assert set(session._train._others) == {(2, 10), (3, 3), (1, 30), (4, 1), (5, 7)}
+    for rows in range(2, 30):
+        compare(model, session, None, rows, 8)
+    assert len(session._train._others) == 16
+
+
+def test_graphs_that_depend_on_an_open_size_are_refused_where_they_are_written(tmp_path: Path) -> None:
+    model = parse(HALVED, w=np.float32(2), half=np.array([0.5], np.float32), limit=np.array([5.25], np.float32))
+    refusal = r"what it computes depends on N, L\. Declare these sizes"
+    with pytest.raises(UnsupportedError, match=refusal):
+        GradientGraphBuilder(model, {"loss"}, {"x"}, "loss").build()
+    with pytest.raises(UnsupportedError, match=refusal):
+        generate_artifacts(model, tmp_path, requires_grad=["w"])
+
+
+def test_a_number_that_one_size_in_many_has_is_found() -> None:
+    text = """g (float[N,L] x) => (float loss) { h = Mul(x, w) m = Neg(h) s = Shape<start=1>(x) f = Cast<to=1>(s)
+        i = Mul(f, half) c = Equal(i, limit) y = Where(c, h, m) loss = ReduceSum<keepdims=0>(y) }"""
+    model = parse(text, w=np.float32(2), half=np.array([0.5], np.float32), limit=np.array([3.5], np.float32))
+    with pytest.raises(UnsupportedError, match="what it computes depends on"):
+        GradientGraphBuilder(model, {"loss"}, {"x"}, "loss").build()
+    session = sgd(model, "w")
+    for length in (6, 7, 8):
+        compare(model, session, None, 2, length)
+
+
+def test_the_gradient_of_a_product_along_an_open_size_is_refused() -> None:
+    model = parse("g (float[N,4] x) => (float loss) { h = Mul(x, w) loss = ReduceProd<keepdims=0>(h) }", w=floats(4))
+    with pytest.raises(UnsupportedError, match=r"product \(ReduceProd\) along an axis .* Declare N as numbers"):
+        GradientGraphBuilder(model, {"loss"}, {"w"}, "loss").build()

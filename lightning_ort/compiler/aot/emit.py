@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 import onnx
 import onnx_ir as ir
+import torch
 from onnx import helper
 
 from lightning_ort.compiler.aot.inputs import InputInfo, input_infos
@@ -46,6 +47,11 @@ def written(joint: Joint, proto: onnx.ModelProto, fed: Collection[str] = ()) -> 
             elif node.op == "call_function":
                 builder.lower(node)
         except NotLowered as reason:
+            if node.target == torch.ops.aten.cumprod.default:
+                raise UnsupportedError(
+                    "The ONNX graph cannot be differentiated: the gradient of a product (ReduceProd) along an axis "
+                    f"whose size is open has no ONNX form. Declare {', '.join(joint.names.values())} as numbers."
+                ) from None
             place = source_line(node).rsplit(": ", 1)[-1] or str(node.target)
             raise UnsupportedError(
                 f"The ONNX graph cannot be differentiated: value or gradient of {place} has no ONNX form: {reason}."

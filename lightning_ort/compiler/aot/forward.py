@@ -90,9 +90,15 @@ def region_of(module: OnnxModule | Forward, differentiated: Sequence[str], incom
 
 
 def weighted_sum(outputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """Sum of the sums of ``outputs``, each times its weight."""
+    """Sum of the sums of ``outputs``, each times its weight.
+
+    A sum that depends on nothing that wants a gradient is a leaf of its own: torch refuses to differentiate a constant.
+    """
     terms = [(o if w is None else o * w).sum() for o, w in zip(outputs, weights, strict=True)]
-    return functools.reduce(torch.add, terms)
+    total = functools.reduce(torch.add, terms)
+    if total.requires_grad or not torch.is_grad_enabled():
+        return total
+    return (total if total.is_floating_point() else total.float()).detach().requires_grad_()
 
 
 def run_fake(region: Region, mode: FakeTensorMode, inputs: Sequence[torch.Tensor]) -> list[Any]:

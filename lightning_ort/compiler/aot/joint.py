@@ -7,12 +7,13 @@ import dataclasses
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch._guards import TracingContext, tracing
 
+from lightning_ort.compiler.aot.agreement import holds_for, other_sizes, satisfied
 from lightning_ort.compiler.aot.forward import Forward, region_of, run_fake
 from lightning_ort.compiler.aot.inputs import Fakes, InputInfo, usual_hints
 from lightning_ort.compiler.aot.requirements import required_sizes
@@ -21,9 +22,8 @@ from lightning_ort.compiler.functional_graph import Untraceable
 from lightning_ort.compiler.trace import Derivative, Traced, trace
 from lightning_ort.errors import UnsupportedError
 from lightning_ort.onnx_reader import OnnxModule
-from lightning_ort.verification import is_same_function
 
-__all__ = ["GRAD", "NEW", "Joint", "holds_for", "trace_joint"]
+__all__ = ["GRAD", "NEW", "Joint", "trace_joint"]
 
 GRAD = "_grad"
 """suffix of the name of a gradient"""
@@ -44,6 +44,8 @@ class Joint:
         infos: the inputs of the file. Sizes that the operators fix are numbers, sizes that must be equal have one name.
         names: of the sizes that vary, by torch's symbols.
         unused: what was wanted a gradient of and does not lead to what is differentiated; its gradient is zeros.
+        conditions: on torch's symbols, under which the graph holds, besides that none of the sizes that vary is 0 or
+            1; ``None`` where it holds for all sizes.
     """
 
     traced: Traced
@@ -53,6 +55,13 @@ class Joint:
     infos: list[InputInfo]
     names: dict[str, str]
     unused: frozenset[str]
+    conditions: tuple[sympy.Basic, ...] | None = None
+
+    def holds_at(self, sizes: Mapping[str, int]) -> bool:
+        """Whether the graph computes what the file does at ``sizes``, which are by name."""
+        if self.conditions is None:
+            return True
+        return all(sizes[n] > 1 for n in self.names.values()) and satisfied(self.conditions, self.names, sizes)
 
 
 def trace_joint(
@@ -65,6 +74,7 @@ def trace_joint(
     statistics: bool = False,
     what: str = "ONNX graph",
     hints: Sequence[Mapping[str, int]] | None = None,
+    conditional: bool = False,
 ) -> Joint:
     """Trace ``module`` and the gradients of its outputs by the initializers and inputs ``wanted``.
 
@@ -75,6 +85,7 @@ def trace_joint(
         statistics: give out new running statistics.
         what: what errors call ``module``.
         hints: sizes to trace with, by name; by default :func:`~lightning_ort.compiler.aot.inputs.usual_hints`.
+        conditional: a graph that does not hold for all sizes is no error: its ``conditions`` say for which it does.
 
     Raises:
         ValueError: ``wanted`` names a tensor of whole numbers.
@@ -85,7 +96,7 @@ def trace_joint(
         _check_names(module, incoming, wanted, statistics)
     examples = usual_hints(varying(infos)) if hints is None else hints
     with _without_tracebacks():
-        return _joint(module, infos, differentiated, incoming, wanted, statistics, what, examples)
+        return _joint(module, infos, differentiated, incoming, wanted, statistics, what, examples, conditional)
 
 
 def _check_names(module: OnnxModule, incoming: Sequence[str], wanted: Sequence[str], statistics: bool) -> None:
@@ -117,21 +128,26 @@ def _joint(
     statistics: bool,
     what: str,
     examples: Sequence[Mapping[str, int]],
+    conditional: bool,
 ) -> Joint:
     found: list[Joint] = []
+    traced_with: list[Fakes] = []
     reason: Exception | None = None
     for sizes in examples:
         fakes = None
         try:
             fakes = Fakes(infos, sizes)
             found.append(_trace(module, infos, fakes, differentiated, incoming, wanted, statistics))
+            traced_with.append(fakes)
         except (Untraceable, UnsupportedError) as error:
             if reason is None and varying(infos):
                 required = required_sizes(region_of(module, differentiated, []), infos)
                 required = {name: size for name, size in required.items() if name != size}
                 if required:
                     fitting = bound(infos, required)
-                    return _joint(module, fitting, differentiated, incoming, wanted, statistics, what, examples)
+                    return _joint(
+                        module, fitting, differentiated, incoming, wanted, statistics, what, examples, conditional
+                    )
             reason = reason or _in_names(error, fakes)
         else:
             if fakes is not None and not fakes.env.guards:
@@ -142,19 +158,39 @@ def _joint(
         named = [name for name in independent(infos) if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", str(reason))]
         advice = f" Of {', '.join(named)}, declare as numbers the ones that are always the same." if named else ""
         raise UnsupportedError(f"The {what} cannot be differentiated: {reason}{advice}") from reason
-    # something was decided by a size; two traces tell whether it matters
-    if len(found) != 2 or not holds_for(found[0].traced, found[1].traced):
-        raise UnsupportedError(
-            f"The {what} cannot be differentiated for all sizes that are left open: what it computes depends "
-            f"on {', '.join(independent(infos))}. Declare these sizes of its inputs as numbers."
-        )
-    return found[0]
+    names, sizes = found[0].names, traced_with[0].hints
+    assumed = tuple(dict.fromkeys(guard.expr for guard in traced_with[0].env.guards))
+
+    def other(sizes: Mapping[str, int]) -> Joint | None:
+        single = {name: size for name, size in sizes.items() if size == 1}
+        if single and len(independent(infos)) != len(varying(infos)):
+            return None
+        try:
+            fixed = bound(infos, single)
+            return _trace(module, fixed, Fakes(fixed, sizes), differentiated, incoming, wanted, statistics)
+        except (Untraceable, UnsupportedError):
+            return None  # sizes that the operators do not take
+
+    # something was decided by a size; traces at others tell whether it matters
+    if len(found) == 2 and holds_for(found[0].traced, found[1].traced):
+        untried = [condition for condition in assumed if satisfied([condition], names, traced_with[1].hints)]
+        others = (other(excluded) for excluded in other_sizes(untried, names, sizes))
+        if all(holds_for(found[0].traced, joint.traced) is not False for joint in others if joint is not None):
+            return found[0]
+    if conditional:
+        return dataclasses.replace(found[0], conditions=assumed)
+    raise UnsupportedError(
+        f"The {what} cannot be differentiated for all sizes that are left open: what it computes depends "
+        f"on {', '.join(independent(infos))}. Declare these sizes of its inputs as numbers."
+    )
 
 
 def _in_names(error: Exception, fakes: Fakes | None) -> Exception:
     """``error`` with the names of sizes in the place of torch's symbols."""
     text = str(error)
     for symbol, name in (fakes.names() if fakes is not None else {}).items():
+        if symbol.isdigit():  # what the operators fix
+            continue
         text = re.sub(rf"\b{symbol}\b", lambda _, name=name: name, text)  # type: ignore[misc]
     renamed = type(error)(text)
     renamed.__cause__ = error.__cause__
@@ -239,47 +275,3 @@ def _zeros(traced: Traced, number: int) -> fx.Node:
         zeros = traced.graph.call_function(torch.ops.aten.full_like.default, (traced.inputs[number], 0))
     zeros.meta["val"] = traced.inputs[number].meta["val"]
     return zeros
-
-
-aten = torch.ops.aten
-
-
-def holds_for(traced: Traced, other: Traced) -> bool:
-    """Whether ``traced`` computes the same as ``other`` at the sizes with which ``other`` was traced.
-
-    Both are graphs of one function; torch decides by sizes mostly which way to compute the same.
-    """
-    if _text(traced.graph) == _text(other.graph):
-        return True
-    generator = torch.Generator().manual_seed(0)
-    inputs = [_example(n.meta["val"], generator) for n in other.graph.nodes if n.op == "placeholder"]
-    with torch.no_grad():
-        try:
-            results = zip(_run(traced, inputs), _run(other, inputs), strict=True)
-        except RuntimeError:
-            return False
-    return all(is_same_function(a, b) for a, b in results)
-
-
-def _text(graph: fx.Graph) -> str:
-    return "\n".join(f"{n.name} {n.target} {n.args} {n.kwargs}" for n in graph.nodes)
-
-
-def _example(fake: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Random floats, and zeros, which are valid indices and classes."""
-    shape = [s if isinstance(s, int) else s.node.hint for s in fake.shape]
-    if fake.is_floating_point():
-        return torch.rand(shape, dtype=fake.dtype, generator=generator)
-    return torch.zeros(shape, dtype=fake.dtype)
-
-
-def _run(traced: Traced, inputs: list[torch.Tensor]) -> list[Any]:
-    return _Replay(traced.module).run(*inputs)
-
-
-class _Replay(fx.Interpreter):
-    """Runs a functional graph, whose tensors have lost the strides that views rely on."""
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        target = aten.reshape.default if target == aten.view.default else target
-        return super().call_function(target, args, kwargs)

@@ -16,7 +16,7 @@ import torch
 if TYPE_CHECKING:
     from lightning_ort.compiler.aot.inputs import InputInfo
 
-__all__ = ["Size", "bound", "independent", "mismatch", "size_text", "value_of", "varying"]
+__all__ = ["Size", "bound", "independent", "mismatch", "settled", "size_text", "value_of", "varying"]
 
 Size = int | str
 """a number, or the name of a size that varies, or what such a size is: ``"2*batch"``"""
@@ -48,6 +48,19 @@ def bound(infos: Iterable[InputInfo], sizes: Mapping[str, Size]) -> list[InputIn
         dataclasses.replace(i, shape=tuple(sizes.get(s, s) if isinstance(s, str) else s for s in i.shape))
         for i in infos
     ]
+
+
+def settled(infos: Sequence[InputInfo], sizes: Mapping[str, int]) -> list[InputInfo]:
+    """``infos`` with numbers for what a symbol cannot stand for at ``sizes``: 0, 1, and a size that another one has.
+
+    Args:
+        sizes: of the names that are no expressions of others.
+    """
+    first = {size: name for name, size in reversed(list(sizes.items()))}
+    fixed: dict[str, Size] = {name: size for name, size in sizes.items() if size < 2 or first[size] != name}
+    if fixed:
+        fixed |= {name: value_of(name, sizes) for name in varying(infos) if name not in sizes}
+    return bound(infos, fixed)
 
 
 def mismatch(infos: Sequence[InputInfo], shapes: Sequence[Sequence[int]]) -> str | None:

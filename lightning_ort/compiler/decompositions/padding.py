@@ -28,11 +28,16 @@ def _folded(grad: Tensor, dim: int, before: int, after: int, mirrored: bool) -> 
     padded = grad.shape[dim]
     size = padded - before - after
     inner = grad.narrow(dim, before, size)
-    if mirrored and before + after + 2 > size:  # the strips that take up padding overlap
+    # strips that overlap are added one by one, and so are those of which that depends on an open size
+    if not isinstance(size, int) or (mirrored and before + after + 2 > size):
         if before:
-            inner = inner + _placed(grad.narrow(dim, 0, before).flip(dim), dim, 1, size)
+            strip = grad.narrow(dim, 0, before)
+            strip = strip.flip(dim) if mirrored else strip.sum(dim, keepdim=True)
+            inner = inner + _placed(strip, dim, 1 if mirrored else 0, size)
         if after:
-            inner = inner + _placed(grad.narrow(dim, padded - after, after).flip(dim), dim, size - 1 - after, size)
+            strip = grad.narrow(dim, padded - after, after)
+            strip = strip.flip(dim) if mirrored else strip.sum(dim, keepdim=True)
+            inner = inner + _placed(strip, dim, size - 1 - (after if mirrored else 0), size)
         return inner
     left = right = None
     first, last = 0, size

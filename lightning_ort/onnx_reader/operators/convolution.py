@@ -21,7 +21,12 @@ _TRANSPOSED: dict[int, Any] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: 
 def window_pads(
     x: Tensor, kernel: list[int], strides: list[int], dilations: list[int], pads: list[int] | None, auto_pad: str
 ) -> tuple[list[Any], list[Any]]:
-    """Padding before and after each spatial axis, from ``pads`` or from the rule ``auto_pad``."""
+    """Padding before and after each spatial axis, from ``pads`` or from the rule ``auto_pad``.
+
+    Raises:
+        UnsupportedError: strides leap over more than one element between windows, so that ``auto_pad`` would be a
+            padding of less than nothing, of which versions of ONNX Runtime make different results.
+    """
     count = len(kernel)
     if auto_pad in ("NOTSET", ""):
         pads = pads or [0] * (2 * count)
@@ -30,7 +35,15 @@ def window_pads(
         return [0] * count, [0] * count
     before, after = [], []
     for size, k, s, d in zip(x.shape[2:], kernel, strides, dilations, strict=True):
-        total = max((-(-size // s) - 1) * s + (k - 1) * d + 1 - size, 0)
+        total = (-(-size // s) - 1) * s + (k - 1) * d + 1 - size
+        leaps = (k - 1) * d + 1 - s
+        if leaps < -1 and (isinstance(size, torch.SymInt) or total < -1):
+            at = "some sizes that are left open" if isinstance(size, torch.SymInt) else f"a size of {size}"
+            raise UnsupportedError(
+                f"auto_pad={auto_pad!r} with a stride of {s} over windows of {(k - 1) * d + 1} elements takes away "
+                f"elements at {at}, of which versions of ONNX Runtime make different results; give pads instead"
+            )
+        total = torch.sym_max(total, 0) if leaps < 0 else total
         small, large = total // 2, total - total // 2
         before.append(small if auto_pad == "SAME_UPPER" else large)
         after.append(large if auto_pad == "SAME_UPPER" else small)
@@ -67,7 +80,7 @@ def conv(
     strides, dilations = strides or [1] * rank, dilations or [1] * rank
     before, after = window_pads(x, list(weight.shape[2:]), strides, dilations, pads, auto_pad)
     padding = list(before)
-    if before != after:
+    if any(isinstance(a, torch.SymInt) for a in (*before, *after)) or before != after:
         x, padding = padded(x, before, after), [0] * rank
     return _CONVOLUTIONS[rank](x, weight, bias, strides, padding, dilations, group)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_ort.onnx_reader.registry import operator
+from lightning_ort.onnx_reader.shape_arithmetic import as_tensor
 
 __all__: list[str] = []
 
@@ -84,17 +85,22 @@ def subtract(a: Operand, b: Operand) -> Tensor:
     return a - b
 
 
+def _first(a: Operand, b: Operand) -> Tensor:
+    """``a`` as the tensor that some of torch's functions want before a tensor ``b``."""
+    return a if isinstance(a, Tensor) else as_tensor(a, b.dtype, b)
+
+
 @operator("Div", numbers=True)
 def div(a: Operand, b: Operand) -> Tensor:
     tensor = a if isinstance(a, Tensor) else b
     if tensor.is_floating_point():
         return a / b
-    return torch.div(a, b, rounding_mode="trunc")
+    return torch.div(_first(a, b), b, rounding_mode="trunc")
 
 
 @operator("Mod", numbers=True)
 def mod(a: Operand, b: Operand, *, fmod: int = 0) -> Tensor:
-    return torch.fmod(a, b) if fmod else torch.remainder(a, b)
+    return torch.fmod(_first(a, b), b) if fmod else torch.remainder(_first(a, b), b)
 
 
 @operator("Pow", numbers=True)

@@ -55,7 +55,9 @@ def max_pool(
     strides, dilations = strides or [1] * rank, dilations or [1] * rank
     before, after = window_pads(x, kernel_shape, strides, dilations, pads, auto_pad)
     own = x
-    if not _fits(kernel_shape, before, after):
+    # torch would settle an open size to know whether there is a last window
+    cut = ceil_mode and any(isinstance(n, torch.SymInt) for n in x.shape[2:])
+    if cut or not _fits(kernel_shape, before, after):
         lowest = float("-inf") if x.is_floating_point() else torch.iinfo(x.dtype).min
         after = _full(x, kernel_shape, strides, dilations, before, after) if ceil_mode else after
         x, before, ceil_mode = padded(x, before, after, lowest), [0] * rank, 0

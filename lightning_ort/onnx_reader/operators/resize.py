@@ -115,6 +115,8 @@ def _by_torch(x: Tensor, plan: list[tuple[int, Any, Any]], way: _Way) -> Tensor 
         return None
     if any(axis < 2 for axis, _, _ in plan):
         return None
+    if rank != 2 and any(isinstance(n, torch.SymInt) for n in (*x.shape, *(n for _, n, _ in plan))):
+        return None  # whose gradients take no open sizes
     lengths = list(x.shape[2:])
     factors: list[float | None] = [None] * rank
     for axis, length, factor in plan:
