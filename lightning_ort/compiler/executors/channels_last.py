@@ -42,9 +42,10 @@ def gains_by_channels_last(traced: Traced) -> bool:
 
 
 def _is_foreign(node: fx.Node) -> bool:
-    """Whether torch does not know what ``node`` computes, or keeps that in graphs of its own."""
+    """Whether somebody else's code computes ``node``, or a graph of its own does."""
     is_operator = isinstance(node.target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))
-    return is_operator and getattr(node.target, "namespace", "") not in ("aten", "prims")
+    # those of this package stand for torch's in graphs of ONNX Runtime, or are written in torch's functions
+    return is_operator and getattr(node.target, "namespace", "") not in ("aten", "prims", "lightning_ort")
 
 
 class ChannelsLastExecutable(TorchExecutable):
