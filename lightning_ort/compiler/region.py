@@ -296,8 +296,7 @@ class Region:
         else:
             tensors = self._step(args, (), [None if i is None else args[i] for i in self._edges])
         outputs = self._layout.arrange(executable, tensors, args)
-        if self._inner:
-            step = _node_of(tensors)
+        if self._inner and (step := _node_of(tensors)) is not None:
             step.watched = watch(outputs, self._inner, step)
         return outputs
 
@@ -422,8 +421,8 @@ class Region:
 
 
 def _node_of(tensors: Sequence[torch.Tensor]) -> Any:
-    """The node of autograd of a run that has given ``tensors``."""
-    return next(x.grad_fn for x in tensors if x.grad_fn is not None)
+    """The node of autograd of a run that has given ``tensors``; ``None`` where gradients are off."""
+    return next((x.grad_fn for x in tensors if x.grad_fn is not None), None)
 
 
 def _uncounted(graph: fx.GraphModule) -> frozenset[int]:
