@@ -14,10 +14,10 @@ import onnx_ir as ir
 
 from lightning_ort.files.writing import companion, write_path
 
-__all__ = ["check_target", "save_onnx"]
+__all__ = ["LARGEST_FILE", "check_target", "save_onnx"]
 
-# protobuf allows for 2 GiB; the graph itself needs a little
 LARGEST_FILE = 2**31 - 2**25
+"""bytes of values in one message: protobuf allows for 2 GiB, and the graph itself needs a little"""
 
 
 def check_target(path: str | os.PathLike[str]) -> Path:

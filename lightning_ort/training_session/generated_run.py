@@ -13,6 +13,7 @@ from lightning_ort.compiler.aot.joint import Joint
 from lightning_ort.compiler.aot.reference import StepReference
 from lightning_ort.compiler.aot.sizes import independent, size_text, value_of
 from lightning_ort.compiler.placement import SMALL, operations
+from lightning_ort.files.onnx_models import LARGEST_FILE
 from lightning_ort.runtime.factory import SessionFactory
 from lightning_ort.runtime.session import OrtSession
 from lightning_ort.verification import Doubts, Mismatch
@@ -24,8 +25,6 @@ _OPERATIONS = 1e10
 
 _BYTES = 1 << 29
 """Bytes of the weights of such a graph, which are copied to make a session."""
-
-_LARGEST_MESSAGE = 2**31 - 2**25
 
 _SEEDS = 4
 """Inputs that are generated for each choice of the sizes that vary."""
@@ -51,7 +50,7 @@ def compare_once(reference: StepReference, joint: Joint, model: ir.Model, *, lim
     if reference.random:
         return "it draws random numbers, which torch would not draw"
     size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
-    if size > _LARGEST_MESSAGE:
+    if size > LARGEST_FILE:
         return "its weights have more than 2 GB"
     if limited and (size > _BYTES or operations(joint.traced.graph.nodes) > _OPERATIONS):
         return "it is large; build(verify=True) takes the time"
