@@ -34,6 +34,7 @@ _log = logging.getLogger(__name__)
 
 MARGIN = 0.03
 """the share of its time by which another one must be faster than ONNX Runtime, or than graphs, to be taken"""
+
 _EXECUTORS = {"onnxruntime", ONE_THREAD, "torch", CHANNELS_LAST, "inductor", "eager", "graphs"}
 
 _BUDGET = 0.15

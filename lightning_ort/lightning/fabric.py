@@ -155,12 +155,8 @@ class ORTFabricStrategy(EngineOptions, Devices):
     @override
     def optimizer_step(self, optimizer: Optimizer, **kwargs: Any) -> Any:  # type: ignore[override]
         self._before_update(optimizer)
-        self._hooked_optimizers.come_last(optimizer)
-        try:
+        with self._hooked_optimizers.stepping(optimizer):
             return super().optimizer_step(optimizer, **kwargs)
-        except BaseException:
-            self._hooked_optimizers.step_raised(optimizer)
-            raise
 
     def name_of(self, module: torch.nn.Module) -> str:
         """What the report calls ``module``: its class, with a number from the second one of that class on."""

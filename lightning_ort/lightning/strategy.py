@@ -316,13 +316,9 @@ class ORTStrategy(EngineOptions, OnDevices):
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
             return self._optimizer_step_by_hand(optimizer, closure, model, **kwargs)
-        self._hooked_optimizers.come_last(optimizer)
-        began = perf_counter()
-        try:
+        with self._hooked_optimizers.stepping(optimizer):
+            began = perf_counter()
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        except BaseException:
-            self._hooked_optimizers.step_raised(optimizer)
-            raise
         timeline.update_ends(began)
         return result
 
@@ -334,13 +330,9 @@ class ORTStrategy(EngineOptions, OnDevices):
     ) -> Any:
         assert self._steps is not None
         self._before_update(optimizer)
-        self._hooked_optimizers.come_last(optimizer)
-        began = perf_counter()
-        try:
+        with self._hooked_optimizers.stepping(optimizer):
+            began = perf_counter()
             result = super().optimizer_step(optimizer, self._steps.compile_closure(closure), *args, **kwargs)
-        except BaseException:
-            self._hooked_optimizers.step_raised(optimizer)
-            raise
         timeline.update_ends(began)
         return result
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
 from typing import Any, Literal
 
@@ -282,11 +283,17 @@ class HookedOptimizers:
         if hook is not None:
             hook.come_last()
 
-    def step_raised(self, optimizer: Any) -> None:
-        """A step of ``optimizer`` has raised, before any post-hook: it has its groups again, torch its threads."""
-        hook = self._hook_of(optimizer)
-        if hook is not None:
-            hook.break_off()
+    @contextlib.contextmanager
+    def stepping(self, optimizer: Any) -> Iterator[None]:
+        """A step of ``optimizer`` comes. One that raises calls no post-hook: groups and threads are given back here."""
+        self.come_last(optimizer)
+        try:
+            yield
+        except BaseException:
+            hook = self._hook_of(optimizer)
+            if hook is not None:
+                hook.break_off()
+            raise
 
     @staticmethod
     def _hook_of(optimizer: Any) -> StepHook | None:
