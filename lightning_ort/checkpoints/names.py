@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ort.errors import CheckpointError
-from lightning_ort.optim.kinds import ORTTRAINER_STATES, TORCH_STATES, kind_of
+from lightning_ort.optim.kinds import ORTTRAINER_STATES, TORCH_STATES, kind_of, odd_setting
 
 __all__ = [
     "SHARED",
@@ -91,13 +91,11 @@ def orttrainer_kind_of(optimizer: Optimizer) -> tuple[str, str]:
     kind = kind_of(optimizer)
     if kind is None:
         return "", f"{title} has no counterpart among AdamConfig, LambConfig and SGDConfig"
-    for group in optimizer.param_groups:
-        if group.get("amsgrad"):
-            return "", f"{title} with amsgrad=True has a third moment"
-        if group.get("maximize"):
-            return "", f"{title} with maximize=True follows the gradient upwards"
-        if group.get("momentum"):
-            return "", f"{title} with momentum has a state, and SGDConfig none"
+    if odd := odd_setting(optimizer, {"momentum": 0}):
+        return (
+            "",
+            f"{title} with {odd.name}={odd.value!r} has no counterpart among AdamConfig, LambConfig and SGDConfig",
+        )
     return _ORTTRAINER[kind], ""
 
 

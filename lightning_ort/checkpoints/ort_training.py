@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from lightning_ort.checkpoints.flatbuffer import IDENTIFIER, CheckpointFile, Group, decode, encode
-from lightning_ort.checkpoints.orttrainer import is_intact, seal
 from lightning_ort.checkpoints.state import OptimizerState, Property, TrainingState
 from lightning_ort.errors import CheckpointError, DamagedFileError
+from lightning_ort.files.checksums import is_intact, seal
 from lightning_ort.files.reading import cause_of, consistent
 from lightning_ort.files.writing import write_file, write_path
 from lightning_ort.optim.kinds import ORT_TRAINING_STATES

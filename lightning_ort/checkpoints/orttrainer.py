@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -16,10 +14,11 @@ import numpy as np
 from lightning_ort.checkpoints.hdf5 import read_group
 from lightning_ort.checkpoints.user_dict import decode, encode
 from lightning_ort.errors import CheckpointError, DamagedFileError
+from lightning_ort.files.checksums import is_intact, seal
 from lightning_ort.files.reading import refusing
 from lightning_ort.files.writing import write_file
 
-__all__ = ["LIGHTNING", "SCALER", "aggregate", "is_intact", "read", "read_all", "read_state", "seal", "write"]
+__all__ = ["LIGHTNING", "SCALER", "aggregate", "read", "read_all", "read_state", "write"]
 
 _GROUP = "lightning_ort"
 """Of an HDF5 file: what the original neither writes nor reads."""
@@ -237,39 +236,3 @@ def _joined(
         whole = shape is None or len(arrays) == 1 or np.shape(arrays[0]) == shape or key == "Update_Count"
         found[key] = arrays[0] if whole else np.concatenate([np.ravel(a) for a in arrays]).reshape(shape)
     return found
-
-
-_SEAL = "\nlightning_ort crc32 {:08x}\n"
-_LENGTH = len(_SEAL.format(0))
-_PATTERN = re.compile(rb"\nlightning_ort crc32 ([0-9a-f]{8})\n")
-
-
-def seal(stream: IO[bytes]) -> None:
-    """Append the CRC-32 of all that was written."""
-    size = stream.seek(0, os.SEEK_END)
-    text = _SEAL.format(_crc(stream, size))
-    stream.seek(0, os.SEEK_END)
-    stream.write(text.encode())
-
-
-def is_intact(stream: IO[bytes]) -> bool:
-    """Whether a file is as it was sealed, or was never sealed; the stream stays where it is."""
-    place, size = stream.tell(), stream.seek(0, os.SEEK_END)
-    stream.seek(max(size - _LENGTH, 0))
-    end = stream.read()
-    match = _PATTERN.fullmatch(end)
-    if match is None:
-        # a seal that is damaged itself is one, too
-        intact = sum(x == y for x, y in zip(end, _SEAL.encode(), strict=False)) < _LENGTH // 3
-    else:
-        intact = int(match[1], 16) == _crc(stream, size - _LENGTH)
-    stream.seek(place)
-    return intact
-
-
-def _crc(stream: IO[bytes], size: int) -> int:
-    stream.seek(0)
-    crc, left = 0, size
-    while left and (part := stream.read(min(left, 1 << 20))):
-        crc, left = zlib.crc32(part, crc), left - len(part)
-    return crc

@@ -136,7 +136,7 @@ def _recompute(
             else:  # an alias, because hooks of x itself run when its gradient arrives, and not here as well
                 local[i] = x.view_as(x) if create_graph else x.detach().requires_grad_()
     with ForkedRNG(region.device, start), torch.enable_grad():
-        with region.surroundings.applied(), drawing_as_traced(region.graph, region.device):
+        with region.global_state.applied(), drawing_as_traced(region.graph, region.device):
             outputs = region.graph.forward(*local)
         attach(watched, outputs, incoming)
         gradients = torch.autograd.grad(

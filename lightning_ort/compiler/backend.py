@@ -12,13 +12,13 @@ from torch import fx
 from lightning_ort.compiler.autograd_functions import as_autograd_knows_it
 from lightning_ort.compiler.checkpointing import as_in_eager
 from lightning_ort.compiler.contest import measures
+from lightning_ort.compiler.dynamo_words import source_line
 from lightning_ort.compiler.executors.executable import Account, timed_in_torch
 from lightning_ort.compiler.functional_graph import Untraceable
 from lightning_ort.compiler.global_state import leaving_grad_mode
 from lightning_ort.compiler.kept import in_torch
 from lightning_ort.compiler.loss_scale import LossScaling
 from lightning_ort.compiler.nested_results import cut_at_results, run_in_parts
-from lightning_ort.compiler.placement import source_line
 from lightning_ort.compiler.plain_values import as_declared
 from lightning_ort.compiler.plan import Fallback
 from lightning_ort.compiler.region import Region

@@ -21,7 +21,7 @@ from lightning_ort.compiler.executors.executable import Executable
 from lightning_ort.compiler.executors.onnxruntime import ONE_THREAD, ORTExecutable
 from lightning_ort.compiler.executors.torch import TorchExecutable
 from lightning_ort.compiler.functional_graph import Untraceable
-from lightning_ort.compiler.global_state import Surroundings
+from lightning_ort.compiler.global_state import GlobalState
 from lightning_ort.compiler.kept import Keeping
 from lightning_ort.compiler.outputs import OutputLayout, overlap
 from lightning_ort.compiler.partition import split
@@ -81,7 +81,7 @@ class Compilation:
         fakes: its inputs, from :func:`~.trace.fake_inputs`.
         layout: of its outputs.
         sessions: makes them, for the device that computes; tensors live there or on the CPU.
-        surroundings: what the region is computed under.
+        global_state: what the region is computed under.
         name: user's name of an input.
         scaled: losses are scaled.
         verify: gradients of pairs are to be checked.
@@ -96,14 +96,14 @@ class Compilation:
         fakes: Sequence[Any],
         layout: OutputLayout,
         sessions: SessionFactory,
-        surroundings: Surroundings,
+        global_state: GlobalState,
         *,
         name: Callable[[int], str],
         scaled: bool,
         verify: bool,
     ) -> None:
         self._graph, self._fakes, self._layout = graph, fakes, layout
-        self._sessions, self._surroundings = sessions, surroundings
+        self._sessions, self._global_state = sessions, global_state
         self._name, self._scaled, self._verify = name, scaled, verify
         self._context = TracingContext.get()
         self.keeping: Keeping | None = None
@@ -133,7 +133,7 @@ class Compilation:
         native = not executor.startswith("onnxruntime")
         request = (derivative, list(differentiated), self._scaled, native, facts)
         # inductor wants fake values of its own time
-        of = (self._graph, self._fakes, self._surroundings, *request)
+        of = (self._graph, self._fakes, self._global_state, *request)
         key = None if executor == "inductor" else TraceKey.of(*of, gradients=derivative is not Derivative.NONE)
         traced = None if key is None else TRACES.get(key)
         spare = None
@@ -176,7 +176,7 @@ class Compilation:
 
     def _trace(self, derivative: Derivative, differentiated: Sequence[int], *, native: bool) -> Traced:
         scaled = self._scaled and derivative is Derivative.LOSS
-        request = (self._graph, self._fakes, derivative, differentiated, self._surroundings)
+        request = (self._graph, self._fakes, derivative, differentiated, self._global_state)
         try:
             traced = trace(*request, scaled=scaled, native=native)
         except Untraceable:

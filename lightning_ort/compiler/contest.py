@@ -21,7 +21,7 @@ from torch import fx
 from lightning_ort._version import __version__
 from lightning_ort.compiler.executors.channels_last import CHANNELS_LAST
 from lightning_ort.compiler.executors.onnxruntime import ONE_THREAD
-from lightning_ort.compiler.global_state import Surroundings
+from lightning_ort.compiler.global_state import GlobalState
 from lightning_ort.compiler.symbolic_shapes import hint
 from lightning_ort.files.cache import Cache
 from lightning_ort.runtime.config import RuntimeConfig
@@ -240,15 +240,15 @@ class Key:
 
     @classmethod
     def of(
-        cls, graph: fx.GraphModule, fakes: Sequence[Any], kind: str, surroundings: Surroundings, config: RuntimeConfig
+        cls, graph: fx.GraphModule, fakes: Sequence[Any], kind: str, global_state: GlobalState, config: RuntimeConfig
     ) -> Key:
-        """Take it from Dynamo's ``graph`` and its inputs, to be computed under ``surroundings``.
+        """Take it from Dynamo's ``graph`` and its inputs, to be computed under ``global_state``.
 
         Args:
             graph: Dynamo's.
             fakes: its inputs.
             kind: which gradients are computed.
-            surroundings: what it is computed under.
+            global_state: what it is computed under.
             config: of the sessions.
         """
         tensors = [x for x in fakes if isinstance(x, torch.Tensor)]
@@ -257,7 +257,7 @@ class Key:
         common = [
             [getattr(n.target, "__qualname__", None) or str(n.target) for n in calls],
             [(x.dim(), x.dtype, str(x.device), tuple(map(hint, x.shape)) if x.requires_grad else ()) for x in tensors],
-            [kind, surroundings.autocast, surroundings.dtype],
+            [kind, global_state.autocast, global_state.dtype],
         ]
         sizes = [[hint(size) for size in x.shape] for x in tensors]
         elements = sum(math.prod(row) for x, row in zip(tensors, sizes, strict=True) if not x.requires_grad)

@@ -11,7 +11,7 @@ from torch import fx
 from lightning_ort.report import GraphBreak
 from lightning_ort.validation import first_line
 
-__all__ = ["compiled_again", "function_name", "graph_break", "name_of_source", "source_of", "why"]
+__all__ = ["compiled_again", "function_name", "graph_break", "name_of_source", "source_line", "source_of", "why"]
 
 _MANUAL = "manual optimization"
 _EXPECTED = (
@@ -114,3 +114,15 @@ def name_of_source(placeholder: fx.Node) -> str:
     source = source_of(placeholder)
     name = placeholder.name if source is None else source.name
     return str(name() if callable(name) else name)
+
+
+def source_line(node: fx.Node) -> str:
+    """``file:line, code`` of the user's call behind an fx node, or an empty string."""
+    trace = node.meta.get("stack_trace") or ""
+    lines = [line.strip() for line in trace.splitlines()]
+    for i in range(len(lines) - 1, -1, -1):
+        match = re.match(r'File "(.+)", line (\d+), in (\S+)', lines[i])
+        if match:
+            code = lines[i + 1] if i + 1 < len(lines) else ""
+            return f"{match[1]}:{match[2]}: {code}"
+    return ""

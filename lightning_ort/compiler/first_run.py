@@ -13,7 +13,7 @@ from torch import fx
 
 from lightning_ort.compiler.dynamo_words import name_of_source
 from lightning_ort.compiler.executors.executable import Executable
-from lightning_ort.compiler.global_state import Surroundings, drawing_as_traced
+from lightning_ort.compiler.global_state import GlobalState, drawing_as_traced
 from lightning_ort.compiler.reference import ForkedRNG, evaluate
 from lightning_ort.compiler.rounding import RoundingNoise
 from lightning_ort.errors import MismatchError
@@ -40,17 +40,17 @@ class FirstRun:
         graph: Dynamo's graph of the region.
         wanted: numbers of the inputs that want a gradient.
         device: what computes; tensors live there or on the CPU.
-        surroundings: what the region is computed under.
+        global_state: what the region is computed under.
 
     Attributes:
         changed: numbers of the inputs that the region changes.
     """
 
     def __init__(
-        self, graph: fx.GraphModule, wanted: Sequence[int], device: torch.device, surroundings: Surroundings
+        self, graph: fx.GraphModule, wanted: Sequence[int], device: torch.device, global_state: GlobalState
     ) -> None:
         self.changed: Collection[int] = ()
-        self._graph, self._wanted, self._device, self._surroundings = graph, wanted, device, surroundings
+        self._graph, self._wanted, self._device, self._global_state = graph, wanted, device, global_state
         self._names = _names(graph)
         self._done: weakref.WeakSet[Executable] = weakref.WeakSet()
         self._overflows: weakref.WeakSet[Executable] = weakref.WeakSet()
@@ -205,7 +205,7 @@ class FirstRun:
                 self._wanted,
                 dtype=dtype,
                 changed=self.changed,
-                surroundings=self._surroundings,
+                global_state=self._global_state,
                 noise=noise,
             )
         if scale is None:

@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx, maybe_enable_thunkify
 from lightning_ort.compiler import decompositions
 from lightning_ort.compiler.decompositions.registry import composites
 
-__all__ = ["Untraceable", "functional_graph", "is_named_in_place", "is_number", "plain_kernels"]
+__all__ = ["Untraceable", "functional_graph", "is_named_in_place", "plain_kernels", "stands_for_float"]
 
 aten = torch.ops.aten
 
@@ -32,7 +32,7 @@ class Untraceable(Exception):
     """The region cannot be written as one functional graph; the message is the reason shown to users."""
 
 
-def is_number(fake: Any) -> bool:
+def stands_for_float(fake: Any) -> bool:
     """Whether a fake tensor stands for a Python float of the user's, which Dynamo reads by ``item()``."""
     return getattr(fake, "item_memo", None) is not None
 
@@ -144,7 +144,7 @@ def _graph(
     assert mode is not None
     # torch's own attention on a GPU draws in ways that no graph can follow
     plain_attention = not native or any(isinstance(x, torch.Tensor) and x.device.type == "cuda" for x in fakes)
-    plain = [x.detach() if isinstance(x, torch.Tensor) and not is_number(x) else x for x in fakes]
+    plain = [x.detach() if isinstance(x, torch.Tensor) and not stands_for_float(x) else x for x in fakes]
 
     def called(inputs: list[Any], tangents: list[Any]) -> Any:
         with maybe_enable_thunkify():  # only those symbolic sizes become nodes that a call has among its arguments

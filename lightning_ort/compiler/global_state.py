@@ -11,11 +11,11 @@ import torch
 from torch import fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-__all__ = ["Surroundings", "drawing_as_traced", "leaving_grad_mode", "takes_gradients", "without_autocast"]
+__all__ = ["GlobalState", "drawing_as_traced", "leaving_grad_mode", "takes_gradients", "without_autocast"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Surroundings:
+class GlobalState:
     """Settings at one moment, to compute a region under them at another.
 
     A region is traced, checked and computed again when its caller's ``torch.autocast`` may long be over.
@@ -29,7 +29,7 @@ class Surroundings:
     dtype: torch.dtype
 
     @classmethod
-    def present(cls) -> Surroundings:
+    def present(cls) -> GlobalState:
         """What is in force now."""
         return cls(
             {kind: torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in _kinds()},

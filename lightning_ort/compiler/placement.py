@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import math
 import operator
-import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from lightning_ort.runtime.factory import SessionFactory
 from lightning_ort.runtime.providers.provider import Provider
 from lightning_ort.runtime.tensors import is_supported
 
-__all__ = ["SMALL", "Placement", "Segment", "better_in_torch", "is_of_nothing", "operations", "source_line"]
+__all__ = ["SMALL", "Placement", "Segment", "better_in_torch", "is_of_nothing", "operations"]
 
 
 @dataclasses.dataclass
@@ -182,18 +181,6 @@ def _fake(argument: Any) -> torch.Tensor:
 
 def _entries(fake: torch.Tensor) -> float:
     return math.prod((hint(size) for size in fake.shape), start=1.0)
-
-
-def source_line(node: fx.Node) -> str:
-    """``file:line, code`` of the user's call behind an fx node, or an empty string."""
-    trace = node.meta.get("stack_trace") or ""
-    lines = [line.strip() for line in trace.splitlines()]
-    for i in range(len(lines) - 1, -1, -1):
-        match = re.match(r'File "(.+)", line (\d+), in (\S+)', lines[i])
-        if match:
-            code = lines[i + 1] if i + 1 < len(lines) else ""
-            return f"{match[1]}:{match[2]}: {code}"
-    return ""
 
 
 _BACKWARD = aten.convolution_backward.default

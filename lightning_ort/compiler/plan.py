@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.allocation import allocator
+from lightning_ort.compiler.dynamo_words import source_line
 from lightning_ort.compiler.functional_graph import Untraceable
 from lightning_ort.compiler.lowering import GraphBuilder, NotLowered
 from lightning_ort.compiler.lowering.builder import dtype_of
@@ -27,7 +28,6 @@ from lightning_ort.compiler.placement import (
     better_in_torch,
     is_of_nothing,
     operations,
-    source_line,
 )
 from lightning_ort.compiler.symbolic_shapes import Sizes, UnknownSize, is_number
 from lightning_ort.report import timeline

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
-from lightning_ort.compiler.global_state import Surroundings, takes_gradients, without_autocast
+from lightning_ort.compiler.global_state import GlobalState, takes_gradients, without_autocast
 from lightning_ort.verification import Results
 
 __all__ = ["Buffers", "ConversionsTo", "ForkedRNG", "evaluate", "rehearsal"]
@@ -75,7 +75,7 @@ def evaluate(
     *,
     dtype: torch.dtype | None = None,
     changed: Collection[int] = (),
-    surroundings: Surroundings | None = None,
+    global_state: GlobalState | None = None,
     noise: contextlib.AbstractContextManager[Any] | None = None,
 ) -> Results:
     """Execute ``region`` in torch, without any effect on ``args``.
@@ -88,14 +88,14 @@ def evaluate(
         dtype: compute in this type instead of the inputs' own floating-point types, and instead of those that the
             region converts to.
         changed: those among ``wanted`` that ``region`` changes, without autograd.
-        surroundings: what ``region`` is computed under, by default the present ones. (Autocast leaves float64 alone.)
+        global_state: what ``region`` is computed under, by default the present ones. (Autocast leaves float64 alone.)
         noise: a :class:`~lightning_ort.compiler.rounding.RoundingNoise` to compute under.
     """
     # within autograd's own forward they are off; Dynamo's graph of torch.func.grad counts on what was in force
     grad = bool(incoming) or torch.is_grad_enabled() or takes_gradients(region)
     # tensors made in inference mode have no version, by which changes in place are found
     with torch.inference_mode(False), torch.set_grad_enabled(grad), noise or contextlib.nullcontext():
-        return _evaluate(region, args, incoming, wanted, dtype, changed, surroundings or Surroundings.present())
+        return _evaluate(region, args, incoming, wanted, dtype, changed, global_state or GlobalState.present())
 
 
 def _evaluate(
@@ -105,7 +105,7 @@ def _evaluate(
     wanted: Sequence[int],
     dtype: torch.dtype | None,
     changed: Collection[int],
-    surroundings: Surroundings,
+    global_state: GlobalState,
 ) -> Results:
     local: list[Any] = []
     for i, x in enumerate(args):
@@ -117,7 +117,7 @@ def _evaluate(
             x.requires_grad_(i in wanted)
         local.append(x)
     converted = contextlib.nullcontext() if dtype is None else ConversionsTo(dtype)
-    with surroundings.applied(), converted:
+    with global_state.applied(), converted:
         outputs = region.forward(*local)  # a call of the module would print its code on errors
     gradients: dict[int, torch.Tensor] = {}
     if incoming:

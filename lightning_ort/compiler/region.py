@@ -13,15 +13,15 @@ from torch import fx
 from lightning_ort.compiler.autograd import ApartStep, LossStep, Node, PairStep, all_finite, divided
 from lightning_ort.compiler.compilation import OVERLAP, Compilation, Pair
 from lightning_ort.compiler.contest import MEMORY, Choice, Contest, Key, measures
+from lightning_ort.compiler.dynamo_words import source_line
 from lightning_ort.compiler.executors.executable import Account, Eager, Executable, timed_in_torch
 from lightning_ort.compiler.first_run import FirstRun, Incoming
 from lightning_ort.compiler.functional_graph import Untraceable
-from lightning_ort.compiler.global_state import Surroundings, takes_gradients
+from lightning_ort.compiler.global_state import GlobalState, takes_gradients
 from lightning_ort.compiler.graph_report import report_of
 from lightning_ort.compiler.kept import Kept, before_write, in_torch
 from lightning_ort.compiler.loss_scale import LossScaling
 from lightning_ort.compiler.outputs import OutputLayout, overlap
-from lightning_ort.compiler.placement import source_line
 from lightning_ort.compiler.plan import Fallback
 from lightning_ort.compiler.reference import ForkedRNG, rehearsal
 from lightning_ort.compiler.tensor_hooks import watch
@@ -56,7 +56,7 @@ class Region:
         outputs_by_position: position among the tensors of a run to the number of the differentiable output it is.
         not_differentiable: positions among the tensors of a run that have no gradient.
         changed: numbers of the inputs that a run changes.
-        surroundings: what the graph was traced under.
+        global_state: what the graph was traced under.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Region:
         self.graph, self.device, self.scaling = graph, sessions.device, scaling
         self._sessions, self._verify, self._on_chosen = sessions, verify, on_chosen
         self._fakes = fake_inputs(graph, example_inputs)
-        self.surroundings = Surroundings.present()
+        self.global_state = GlobalState.present()
         self._layout = OutputLayout(graph)
         self.wanted = [i for i, x in enumerate(self._fakes) if isinstance(x, torch.Tensor) and x.requires_grad]
         # autograd visits what made an input, even without a gradient for it, and eager may not
@@ -86,13 +86,13 @@ class Region:
         self._loss: Executable | None = None
         self._pair: Pair | None = None
         self._plain: Executable | None = None
-        self.first_run = FirstRun(graph, self.wanted, self.device, self.surroundings)
+        self.first_run = FirstRun(graph, self.wanted, self.device, self.global_state)
         self._compilation = Compilation(
             graph,
             self._fakes,
             self._layout,
             sessions,
-            self.surroundings,
+            self.global_state,
             name=self.first_run.input_name,
             scaled=scaling is not None,
             verify=verify,
@@ -142,7 +142,7 @@ class Region:
             self._choose(make("onnxruntime" if self._sessions.config.by_speed else placement))
             return
         kind = f"{derivative.value} {list(differentiated)} {self.scaling is not None}"
-        key = Key.of(self.graph, self._fakes, kind, self.surroundings, self._sessions.config)
+        key = Key.of(self.graph, self._fakes, kind, self.global_state, self._sessions.config)
         known = self._choice or MEMORY.get(key)  # the former holds for the region in another form as well
         if known is None:
             unit = make("onnxruntime")

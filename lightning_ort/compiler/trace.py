@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_ort.compiler.checkpointing import CheckpointTracer, first_draws
 from lightning_ort.compiler.dynamo_words import source_of
-from lightning_ort.compiler.functional_graph import Untraceable, functional_graph, is_number
-from lightning_ort.compiler.global_state import Surroundings, without_autocast
+from lightning_ort.compiler.functional_graph import Untraceable, functional_graph, stands_for_float
+from lightning_ort.compiler.global_state import GlobalState, without_autocast
 from lightning_ort.compiler.loss_scale import scale_fake, seed_of, unscaled
 from lightning_ort.compiler.random import DRAWS, layout_of
 from lightning_ort.compiler.symbolic_shapes import hint, open_dims
@@ -114,7 +114,7 @@ def trace(
     fakes: Sequence[Any],
     derivative: Derivative = Derivative.NONE,
     differentiated: Sequence[int] = (),
-    surroundings: Surroundings | None = None,
+    global_state: GlobalState | None = None,
     *,
     scaled: bool = False,
     native: bool = False,
@@ -126,7 +126,7 @@ def trace(
         fakes: its inputs, from :func:`fake_inputs`.
         derivative: ``LOSS`` takes the single output in ``differentiated`` as a scalar loss.
         differentiated: output numbers.
-        surroundings: what ``region`` is computed under; by default the present ones.
+        global_state: what ``region`` is computed under; by default the present ones.
         scaled: multiply the loss by a further input, a float32 scalar, and divide its gradients by it; those of 16-bit
             inputs, which could vanish, stay multiplied.
         native: keep torch's own operators, fused ones among them, instead of what is written for ONNX. Only random
@@ -149,7 +149,7 @@ def trace(
 
     if scaled:
         tangent_fakes = [scale_fake(fakes)]
-    settings = surroundings or Surroundings.present()
+    settings = global_state or GlobalState.present()
 
     def joint(inputs: list[Any], tangents: list[torch.Tensor]) -> Any:
         local: list[Any] = []
@@ -158,7 +158,7 @@ def trace(
                 local.append(x)
             elif i in wanted:
                 local.append(x.detach().requires_grad_())
-            elif is_number(fakes[i]):  # a copy would not know the number
+            elif stands_for_float(fakes[i]):  # a copy would not know the number
                 local.append(x)
             else:
                 local.append(x.detach().clone().requires_grad_(i in tracked))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compiler.global_state import Surroundings
+from lightning_ort.compiler.global_state import GlobalState
 from lightning_ort.compiler.trace import Traced
 from lightning_ort.runtime.memory import storage_key
 
@@ -36,14 +36,14 @@ class TraceKey:
 
     @classmethod
     def of(
-        cls, graph: fx.GraphModule, fakes: Sequence[Any], surroundings: Surroundings, *request: Any, gradients: bool
+        cls, graph: fx.GraphModule, fakes: Sequence[Any], global_state: GlobalState, *request: Any, gradients: bool
     ) -> TraceKey | None:
         """The key of Dynamo's ``graph``, or ``None`` where not all is known that a trace would depend on.
 
         Args:
             graph: Dynamo's.
             fakes: its inputs.
-            surroundings: what it is computed under.
+            global_state: what it is computed under.
             request: what is asked for.
             gradients: the trace has some. Without them, it is the same in inference mode, of data made in it, too:
                 validation in a fit and ``Trainer.validate`` share one.
@@ -62,8 +62,8 @@ class TraceKey:
             torch.backends.cuda.flash_sdp_enabled(),
             torch.backends.cuda.mem_efficient_sdp_enabled(),
             torch.backends.cuda.math_sdp_enabled(),
-            tuple(sorted(surroundings.autocast.items(), key=str)),
-            surroundings.dtype,
+            tuple(sorted(global_state.autocast.items(), key=str)),
+            global_state.dtype,
         )
         return cls((code, inputs, settings, repr(request)), tuple(targets))
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.dynamo import OpenResults
-from lightning_ort.compiler.global_state import Surroundings, drawing_as_traced
+from lightning_ort.compiler.global_state import GlobalState, drawing_as_traced
 from lightning_ort.compiler.reference import ForkedRNG
 from lightning_ort.errors import CompilationError, RefusedValueError
 
@@ -38,7 +38,7 @@ class Located:
 
     def __init__(self, graph: fx.GraphModule, run: Callable[..., Any], device: torch.device) -> None:
         self._graph, self._run, self._device = graph, run, device
-        self._surroundings = Surroundings.present()
+        self._global_state = GlobalState.present()
         self._open: OpenResults | None = OpenResults(graph)  # until it has run once: then what follows is compiled
 
     def __call__(self, *args: Any) -> Any:
@@ -62,7 +62,7 @@ class Located:
         calls = _OneByOne(self._graph)
         drawing = drawing_as_traced(self._graph, self._device)
         try:
-            with torch.inference_mode(False), ForkedRNG(self._device), self._surroundings.applied(), drawing:
+            with torch.inference_mode(False), ForkedRNG(self._device), self._global_state.applied(), drawing:
                 calls.run(*[_copy(x) for x in args])
         except Exception as found:
             found_error = found

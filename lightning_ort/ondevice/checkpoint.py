@@ -16,7 +16,7 @@ from lightning_ort.checkpoints.state import Property, TrainingState
 from lightning_ort.compiler.aot.inputs import InputInfo
 from lightning_ort.compiler.aot.sizes import mismatch
 from lightning_ort.ondevice.formats import flavour_named, flavour_of_checkpoint
-from lightning_ort.runtime.tensors import NUMPY, owning
+from lightning_ort.runtime.tensors import cpu_tensor, owning
 
 __all__ = ["CheckpointState", "Parameter", "Parameters", "Properties", "checked", "given_back"]
 
@@ -45,7 +45,7 @@ class Parameter:
     @data.setter
     def data(self, value: Any) -> None:
         target = self._values()
-        tensor = as_tensor(value, self._name)
+        tensor = cpu_tensor(value, self._name)
         if tensor.shape != target.shape or tensor.dtype != target.dtype:
             raise ValueError(
                 f"Parameter {self._name!r} is {target.dtype} of shape {tuple(target.shape)}; got {tensor.dtype} of "
@@ -233,9 +233,6 @@ class CheckpointState:
         return self._properties
 
 
-_TENSORS = {np.dtype(numpy) for numpy in NUMPY.values()}
-
-
 def checked(inputs: Sequence[Any], infos: Sequence[InputInfo]) -> list[Tensor]:
     """``inputs`` (numpy arrays, OrtValues or torch tensors) as contiguous tensors of the declared form.
 
@@ -250,7 +247,7 @@ def checked(inputs: Sequence[Any], infos: Sequence[InputInfo]) -> list[Tensor]:
         )
     found = []
     for value, info in zip(inputs, infos, strict=True):
-        tensor = as_tensor(value, info.name)
+        tensor = cpu_tensor(value, info.name)
         if tensor.dtype != info.dtype:
             raise ValueError(f"Input {info.name!r} is {tensor.dtype}; expected {info.dtype}.")
         found.append(tensor)
@@ -258,23 +255,6 @@ def checked(inputs: Sequence[Any], infos: Sequence[InputInfo]) -> list[Tensor]:
     if wrong is not None:
         raise ValueError(wrong)
     return found
-
-
-def as_tensor(value: Any, name: str) -> Tensor:
-    """A contiguous tensor on the CPU."""
-    if isinstance(value, Tensor):
-        return value.detach().cpu().contiguous()
-    if isinstance(value, onnxruntime.OrtValue):
-        value = value.numpy()
-    if isinstance(value, np.generic):
-        value = np.asarray(value)
-    if not isinstance(value, np.ndarray):
-        raise TypeError(f"{name!r} is a {type(value).__name__}; expected a numpy array, an OrtValue or a torch tensor.")
-    if value.dtype not in _TENSORS:
-        raise ValueError(f"{name!r} is {value.dtype}, which no tensor can hold.")
-    if not (value.flags.c_contiguous and value.flags.writeable):
-        value = value.copy(order="C")
-    return torch.from_numpy(value)
 
 
 def given_back(results: Sequence[Tensor], inputs: Sequence[Any]) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ort.checkpoints.state import OptimizerState, TrainingState
-from lightning_ort.optim.kinds import TORCH_STATES, kind_of
+from lightning_ort.optim.kinds import TORCH_STATES, kind_of, odd_setting
 
 __all__ = ["optimizer_of_torch", "torch_state"]
 
@@ -32,8 +32,8 @@ def _kind(optimizer: Optimizer) -> str:
             f"The optimizer is a {type(optimizer).__name__}; expected torch's AdamW, Adam or SGD, or lightning_ort's "
             "AdamW or Lamb."
         )
-    if any(g.get("amsgrad") or g.get("maximize") or g.get("dampening") for g in optimizer.param_groups):
-        raise ValueError(f"{kind}: amsgrad, maximize and dampening have no counterpart on a device.")
+    if odd := odd_setting(optimizer):
+        raise ValueError(f"The {kind} has {odd.name}={odd.value!r}, which has no counterpart on a device.")
     return kind
 
 

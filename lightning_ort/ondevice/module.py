@@ -21,12 +21,12 @@ from lightning_ort.compiler.passes.cleanup import RemoveUnusedInputsPass
 from lightning_ort.errors import CheckpointError
 from lightning_ort.files.onnx_models import save_onnx
 from lightning_ort.files.reading import refusing
-from lightning_ort.ondevice.checkpoint import CheckpointState, as_tensor, checked, given_back
+from lightning_ort.ondevice.checkpoint import CheckpointState, checked, given_back
 from lightning_ort.ondevice.formats import flavour_of_model
 from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.runtime.factory import SessionFactory
 from lightning_ort.runtime.memory import Packed
-from lightning_ort.runtime.tensors import owning
+from lightning_ort.runtime.tensors import cpu_tensor, owning
 from lightning_ort.validation import flag, names, path, shown
 
 __all__ = ["Module", "save_inference_model"]
@@ -235,7 +235,7 @@ class Module:
         Raises:
             ValueError: another number of elements or another element type; nothing has been changed then.
         """
-        flat = as_tensor(buffer, "buffer").reshape(-1)
+        flat = cpu_tensor(buffer, "buffer").reshape(-1)
         targets = self._in_order(trainable_only)
         if trainable_only and self.state.training_state.nominal:
             raise ValueError("A nominal checkpoint has no values at all; give them with trainable_only=False.")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_ort.optim.kinds import KINDS_BY_CLASS, kind_of, unwrapped
+from lightning_ort.optim.kinds import KINDS_BY_CLASS, kind_of, odd_setting, unwrapped
 from lightning_ort.optim.settings import OptimizerSettings
 
 __all__ = ["OptimType", "OptimizerConfig", "config_of"]
@@ -24,8 +24,6 @@ class OptimType(enum.Enum):
 
 OptimizerConfig = OptimizerSettings
 """The settings, under the name that users of artifacts know."""
-
-_REFUSED = {"amsgrad": False, "maximize": False, "dampening": 0}
 
 
 def config_of(optimizer: torch.optim.Optimizer, *, clip_grad_norm: float | None = None) -> OptimizerConfig:
@@ -45,9 +43,8 @@ def config_of(optimizer: torch.optim.Optimizer, *, clip_grad_norm: float | None 
     if any(g != groups[0] for g in groups):
         raise ValueError(f"The {name} has groups with different settings; artifacts have one. Pass an OptimizerConfig.")
     group = groups[0]
-    for setting, default in _REFUSED.items():
-        if group.get(setting, default) != default:
-            raise ValueError(f"The {name} has {setting}={group[setting]!r}, which artifacts have not.")
+    if odd := odd_setting(optimizer):
+        raise ValueError(f"The {name} has {odd.name}={odd.value!r}, which artifacts have not.")
     if kind == "Adam" and group.get("decoupled_weight_decay"):
         kind = "AdamW"
     values: dict[str, Any] = {"lr": float(group["lr"]), "weight_decay": float(group["weight_decay"])}

@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_ort.optim.config import AdamConfig, LambConfig, SGDConfig
-from lightning_ort.optim.kinds import known_class, unwrapped
-from lightning_ort.optim.optimizers import AdamW, Lamb
+from lightning_ort.optim.kinds import KINDS_BY_CLASS, known_class, odd_setting, unwrapped
+from lightning_ort.optim.optimizers import Lamb
 
 __all__ = ["config_from_torch"]
 
@@ -35,18 +35,17 @@ def config_from_torch(optimizer: Optimizer, module: nn.Module) -> AdamConfig | L
     """
     optimizer = unwrapped(optimizer)
     kind = known_class(optimizer)
-    if kind is None or kind not in _ALLOWED:
-        known = ", ".join(_title(k) for k in _ALLOWED)
+    if kind not in KINDS_BY_CLASS:
+        known = ", ".join(_title(k) for k in KINDS_BY_CLASS)
         raise ValueError(
             f"{_title(type(optimizer))} has no counterpart among AdamConfig, LambConfig and SGDConfig. These: {known}."
         )
+    if odd := odd_setting(optimizer, _PLAIN_SGD if kind is torch.optim.SGD else None):
+        raise ValueError(
+            f"{_title(kind)} with {odd.name}={odd.value!r} (group {odd.group}) has no counterpart among the "
+            f"configurations; expected {odd.name}={odd.expected!r}."
+        )
     for number, group in enumerate(optimizer.param_groups):
-        for key, allowed in _ALLOWED[kind].items():
-            if group[key] != allowed:
-                raise ValueError(
-                    f"{_title(kind)} with {key}={group[key]!r} (group {number}) has no counterpart among the "
-                    f"configurations; expected {key}={allowed!r}."
-                )
         if kind is torch.optim.Adam and group["weight_decay"] != 0 and not group["decoupled_weight_decay"]:
             raise ValueError(
                 f"torch.optim.Adam with weight_decay={group['weight_decay']!r} (group {number}) has no counterpart: "
@@ -69,15 +68,8 @@ def config_from_torch(optimizer: Optimizer, module: nn.Module) -> AdamConfig | L
     return (LambConfig if kind is Lamb else AdamConfig)(groups, lr=lr, **base)
 
 
-_PLAIN: dict[str, Any] = {"maximize": False}
-_ALLOWED: dict[type[Optimizer], dict[str, Any]] = {
-    torch.optim.SGD: {"momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False, **_PLAIN},
-    torch.optim.Adam: {"amsgrad": False, **_PLAIN},
-    torch.optim.AdamW: {"amsgrad": False, **_PLAIN},
-    AdamW: {},
-    Lamb: {},
-}
-"""Torch optimizer to the settings that must have one value."""
+_PLAIN_SGD = {"momentum": 0, "weight_decay": 0, "nesterov": False}
+"""SGDConfig has a learning rate and nothing else."""
 
 
 def _title(kind: type) -> str:

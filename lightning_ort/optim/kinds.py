@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from torch import optim
 from torch.optim import Optimizer
@@ -13,7 +14,8 @@ from lightning_ort.optim.optimizers import AdamW, Lamb
 from lightning_ort.optim.settings import Kind
 
 __all__ = [
-    "KINDS_BY_CLASS", "ORTTRAINER_STATES", "ORT_TRAINING_STATES", "TORCH_STATES", "kind_of", "known_class", "unwrapped",
+    "KINDS_BY_CLASS", "ORTTRAINER_STATES", "ORT_TRAINING_STATES", "TORCH_STATES", "OddSetting", "kind_of",
+    "known_class", "odd_setting", "unwrapped",
 ]  # fmt: skip
 
 _KNOWN = {
@@ -39,6 +41,41 @@ ORTTRAINER_STATES = {"moment_1": "Moment_1", "moment_2": "Moment_2"}
 
 ORT_TRAINING_STATES = {"moment_1": "momentum0", "moment_2": "momentum1"}
 """The same to that in the files of ONNX Runtime's own on-device training."""
+
+
+_ODD: dict[str, Any] = {"amsgrad": False, "maximize": False, "dampening": 0}
+"""Settings of torch's SGD, Adam and AdamW that no other API has, to what turns them off."""
+
+
+class OddSetting(NamedTuple):
+    """A setting of a group of a torch optimizer that has no counterpart.
+
+    Attributes:
+        name: of the setting.
+        value: that it has.
+        expected: that it would have to have.
+        group: number of the group.
+    """
+
+    name: str
+    value: Any
+    expected: Any
+    group: int
+
+
+def odd_setting(optimizer: Optimizer, more: Mapping[str, Any] | None = None) -> OddSetting | None:
+    """Return the first setting of ``optimizer`` that neither ORTTrainer, TrainingSession nor a device has, or ``None``.
+
+    Args:
+        optimizer: of a class in :data:`KINDS_BY_CLASS`.
+        more: further settings that the API at hand does not have, to what turns them off.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        for name, expected in (_ODD | dict(more or {})).items():
+            idle = name == "dampening" and not group.get("momentum")
+            if group.get(name, expected) != expected and not idle:
+                return OddSetting(name, group[name], expected, number)
+    return None
 
 
 def unwrapped(optimizer: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 
 from lightning_ort.compiler.aot.inputs import InputInfo
 from lightning_ort.compiler.aot.sizes import mismatch
-from lightning_ort.runtime.tensors import owning
+from lightning_ort.runtime.tensors import cpu_tensor, owning
 
 __all__ = ["TrainingBinding", "as_feed", "as_scalar"]
 
@@ -137,17 +137,9 @@ def as_feed(infos: Sequence[InputInfo], given: Mapping[str, Any]) -> dict[str, t
 
 
 def as_tensor(name: str, value: Any) -> torch.Tensor:
-    """A numpy array, OrtValue, torch tensor, number or list as a CPU tensor."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu().contiguous()
-    if isinstance(value, onnxruntime.OrtValue):
-        value = value.numpy()
-    array = np.ascontiguousarray(value)
-    array = array.reshape(np.shape(value))  # ascontiguousarray makes a vector of a scalar
-    try:
-        return torch.from_numpy(array if array.flags.writeable else array.copy())
-    except TypeError as error:
-        raise ValueError(f"Input {name!r} is {array.dtype}, which no tensor can hold.") from error
+    """An OrtValue, a torch tensor, or what numpy makes an array of, as a CPU tensor."""
+    known = isinstance(value, (torch.Tensor, onnxruntime.OrtValue))
+    return cpu_tensor(value if known else np.asarray(value), name)
 
 
 def as_scalar(name: str, value: Any) -> float:

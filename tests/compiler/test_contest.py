@@ -22,7 +22,7 @@ from lightning_ort.cli import main
 from lightning_ort.compiler import ORTBackend, compilation, contest, region
 from lightning_ort.compiler.contest import MEMORY, Choice, Key, race
 from lightning_ort.compiler.functional_graph import Untraceable
-from lightning_ort.compiler.global_state import Surroundings
+from lightning_ort.compiler.global_state import GlobalState
 from lightning_ort.compiler.loss_scale import LossScaling
 from lightning_ort.environment import has_cpp_compiler
 from lightning_ort.errors import UnsupportedError
@@ -346,7 +346,7 @@ def test_what_sessions_are_told_is_a_part_of_what_is_remembered():
     options[1].intra_op_num_threads = 2
     mapping = {"intra_op_num_threads": 2}
     keys = [
-        Key.of(graph, [torch.ones(2)], "", Surroundings.present(), RuntimeConfig(session_options=o))
+        Key.of(graph, [torch.ones(2)], "", GlobalState.present(), RuntimeConfig(session_options=o))
         for o in (*options, mapping, None)
     ]
     assert keys[0] == keys[2]

@@ -144,6 +144,20 @@ def test_a_subclass_without_a_step_of_its_own_is_what_it_is_derived_from():
     assert why_not(mine) is None
 
 
+def test_settings_without_counterpart_are_the_same_for_all():
+    net = network()
+    for odd in ({"maximize": True}, {"momentum": 0.9, "dampening": 0.5}):
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, **odd)
+        with pytest.raises(ValueError, match="has no counterpart"):
+            optim.config_from_torch(optimizer, net)
+        with pytest.raises(ValueError, match="artifacts have not"):
+            config_of(optimizer)
+        assert "no counterpart" in orttrainer_kind_of(optimizer)[1]
+    idle = torch.optim.SGD(net.parameters(), 0.1, dampening=0.5)  # of a momentum that there is not
+    assert optim.config_from_torch(idle, net).lr == config_of(idle).lr == 0.1
+    assert orttrainer_kind_of(idle) == ("SGDOptimizer", "")
+
+
 def test_frozen_weights_need_no_optimizer():
     net = network()
     net[1].requires_grad_(False)

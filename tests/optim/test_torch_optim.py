@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lightning_ort import optim as own
 from lightning_ort.errors import MismatchError, UnsupportedError
 from lightning_ort.optim.rules import Adam
-from lightning_ort.optim.torch_optim import InTorch
+from lightning_ort.optim.torch_optim import NeedsTorch
 
 CASES = {
     "sgd": (optim.SGD, {"lr": 0.1, "weight_decay": 0.05}),
@@ -328,7 +328,7 @@ def test_settings_that_are_left_to_torch(name):
     optimizer = make([p])
     stepper = hook(optimizer)[0]._stepper
     p.grad = torch.ones(3)
-    with pytest.raises(InTorch, match=reason):
+    with pytest.raises(NeedsTorch, match=reason):
         stepper.step()
     assert torch.equal(p, torch.ones(3)) and not optimizer.state
 

@@ -13,9 +13,9 @@ from lightning_ort.compiler.aot.inputs import InputInfo, input_infos
 from lightning_ort.compiler.aot.joint import GRAD, NEW, Joint
 from lightning_ort.compiler.aot.random import write_draw
 from lightning_ort.compiler.aot.sizes import size_text
+from lightning_ort.compiler.dynamo_words import source_line
 from lightning_ort.compiler.lowering import GraphBuilder, NotLowered
 from lightning_ort.compiler.passes import optimize
-from lightning_ort.compiler.placement import source_line
 from lightning_ort.errors import UnsupportedError
 from lightning_ort.runtime.tensors import ONNX
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_ort.optim.torch_optim.hook import HookedOptimizers, Mode, StepHook
-from lightning_ort.optim.torch_optim.members import InTorch
+from lightning_ort.optim.torch_optim.members import NeedsTorch
 from lightning_ort.optim.torch_optim.stepper import OptimizerStepper
 
-__all__ = ["HookedOptimizers", "InTorch", "Mode", "OptimizerStepper", "StepHook"]
+__all__ = ["HookedOptimizers", "Mode", "NeedsTorch", "OptimizerStepper", "StepHook"]

@@ -25,10 +25,9 @@ from lightning_ort.optim.torch_optim.choice import (
     fused_groups,
     fused_kernel_fits,
 )
-from lightning_ort.optim.torch_optim.members import InTorch
+from lightning_ort.optim.torch_optim.members import NeedsTorch
 from lightning_ort.optim.torch_optim.stepper import OptimizerStepper, why_not
-from lightning_ort.report import InTorch as Entry
-from lightning_ort.report import OptimizerReport, Report
+from lightning_ort.report import InTorch, OptimizerReport, Report
 from lightning_ort.runtime.config import RuntimeConfig
 
 __all__ = ["HookedOptimizers", "Mode", "StepHook"]
@@ -181,7 +180,7 @@ class StepHook:
         if self._threads.end(perf_counter() - ended) and (times := self._threads.milliseconds) is not None:
             one, many = (f"{times[key]:.2g} ms" for key in (True, False))
             reason = f"its kernel was faster on one thread, and stays there ({one}; on all {many})"
-            self.report.reasons.append(Entry(self.report.name, reason, ""))
+            self.report.reasons.append(InTorch(self.report.name, reason, ""))
 
     def _may_take_fewer(self) -> bool:
         groups = len(self.optimizer.param_groups)
@@ -204,7 +203,7 @@ class StepHook:
         assert self._stepper is not None
         try:
             self._stepper.step()
-        except InTorch as reason:
+        except NeedsTorch as reason:
             self._note(str(reason))
             self.report.in_torch += 1
             return False
@@ -220,7 +219,7 @@ class StepHook:
                 f"{name} cannot be updated in ONNX Runtime, as optimizer='ort' with on_unsupported='error' demands: "
                 f"{reason}. Use optimizer='auto', or on_unsupported='torch'."
             )
-        entry = Entry(name, reason, "")
+        entry = InTorch(name, reason, "")
         if entry not in self.report.reasons:
             self.report.reasons.append(entry)
             if self._mode == "ort":

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_ort.optim.rules import Rule
 from lightning_ort.optim.torch_optim.families import Family, Group
 
-__all__ = ["InTorch", "Member", "Members", "is_plain"]
+__all__ = ["Member", "Members", "NeedsTorch", "is_plain"]
 
 _TYPES = (torch.float32, torch.float64)
 
@@ -23,7 +23,7 @@ def is_plain(tensor: Tensor) -> bool:
     return plain and tensor.dtype in _TYPES and not tensor.is_neg()
 
 
-class InTorch(Exception):
+class NeedsTorch(Exception):
     """Why torch has to make an update; nothing has been changed."""
 
 
@@ -82,7 +82,7 @@ class Members:
             rules: one per group.
 
         Raises:
-            InTorch: one of them cannot be updated in ONNX Runtime.
+            NeedsTorch: one of them cannot be updated in ONNX Runtime.
         """
         family, state = self._family, self._optimizer.state
         members: list[Member] = []
@@ -101,21 +101,21 @@ class Members:
                     or gradient.dtype is not p.dtype
                     or type(gradient) is not Tensor
                 ):
-                    raise InTorch(f"a gradient is {_describe(gradient)}, its parameter {_describe(p)}")
+                    raise NeedsTorch(f"a gradient is {_describe(gradient)}, its parameter {_describe(p)}")
                 if gradient.is_neg():
                     gradient = gradient.resolve_neg()
                 members.append(member)
                 gradients.append(gradient)
         if len({id(m) for m in members}) != len(members):
-            raise InTorch("a parameter occurs twice")
+            raise NeedsTorch("a parameter occurs twice")
         counters = [id(counter) for m in members for counter in m.counters]
         if len(set(counters)) != len(counters):
-            raise InTorch("two parameters are counted by one tensor")
+            raise NeedsTorch("two parameters are counted by one tensor")
         return members, gradients
 
     def _member(self, p: Tensor, number: int, group: Group, names: tuple[str, ...]) -> Member:
         if not is_plain(p):
-            raise InTorch(f"a parameter is {_describe(p)}; ONNX Runtime updates dense ones of float32 and float64")
+            raise NeedsTorch(f"a parameter is {_describe(p)}; ONNX Runtime updates dense ones of float32 and float64")
         state, family = self._optimizer.state.get(p) or {}, self._family
         fresh = None
         # torch's own test; SGD makes its buffer whenever it is missing
@@ -125,13 +125,13 @@ class Members:
         for name in (*family.counters, *names):
             value = state.get(name)
             if not isinstance(value, Tensor):
-                raise InTorch(f"state {name!r} of a parameter is {value!r}")
+                raise NeedsTorch(f"state {name!r} of a parameter is {value!r}")
             if name in family.counters:
                 fits = value.numel() == 1 and value.is_floating_point()
             else:
                 fits = _form(value)[:3] == _form(p)[:3] and value.layout is torch.strided and type(value) is Tensor
             if not fits:
-                raise InTorch(f"state {name!r} of a parameter of {_describe(p)} is {_describe(value)}")
+                raise NeedsTorch(f"state {name!r} of a parameter of {_describe(p)} is {_describe(value)}")
         return Member(
             p,
             number,

@@ -17,7 +17,7 @@ from lightning_ort.optim.kinds import known_class
 from lightning_ort.optim.rules import Rule
 from lightning_ort.optim.torch_optim.families import FAMILIES, Group
 from lightning_ort.optim.torch_optim.first_update import FirstUpdate
-from lightning_ort.optim.torch_optim.members import InTorch, Member, Members
+from lightning_ort.optim.torch_optim.members import Member, Members, NeedsTorch
 from lightning_ort.optim.update import Update
 from lightning_ort.report import timeline
 from lightning_ort.runtime.config import RuntimeConfig
@@ -93,7 +93,7 @@ class OptimizerStepper:
         """Update all parameters that have a gradient.
 
         Raises:
-            InTorch: this update must be made by torch.
+            NeedsTorch: this update must be made by torch.
             MismatchError: the first update of a graph is not torch's; nothing has been changed.
         """
         groups = self._optimizer.param_groups
@@ -110,14 +110,14 @@ class OptimizerStepper:
 
     def _check_settings(self, groups: Sequence[Group]) -> None:
         if getattr(self._optimizer, "grad_scale", None) is not None:
-            raise InTorch("a GradScaler has given it the scale of its gradients")
+            raise NeedsTorch("a GradScaler has given it the scale of its gradients")
         for group in groups:
             for flag in ("capturable", "differentiable"):
                 if group.get(flag):
-                    raise InTorch(f"{flag}=True")
+                    raise NeedsTorch(f"{flag}=True")
             for key, value in group.items():
                 if key != "params" and isinstance(value, Tensor) and value.requires_grad:
-                    raise InTorch(f"{key} is a tensor that requires a gradient")
+                    raise NeedsTorch(f"{key} is a tensor that requires a gradient")
 
     def _update(
         self, groups: Sequence[Group], rules: Sequence[Rule], members: Sequence[Member], gradients: Sequence[Tensor]
@@ -133,7 +133,7 @@ class OptimizerStepper:
         for k in filled:
             by_rule.setdefault(rules[members[k].group], []).append(k)
         if clip and len(by_rule) > 1:
-            raise InTorch("its groups differ in what they compute, and are clipped by the norm of all their gradients")
+            raise NeedsTorch("its groups differ in what they compute, and are clipped by the norm of all gradients")
         products = {key: self._product(key, groups[key.group], members[keys.index(key)]) for key in classes}
         plans = []
         for rule, chosen in by_rule.items():
@@ -202,7 +202,7 @@ class OptimizerStepper:
     def _plan(self, rule: Rule, members: list[Member], numbers: list[int], clip: bool) -> _Plan:
         """The update graph of ``members`` whose classes have these numbers."""
         if len({m.param.device for m in members}) > 1:
-            raise InTorch("its parameters are on several devices")
+            raise NeedsTorch("its parameters are on several devices")
         last = self._last.get(rule)
         if last is not None and last.clip == clip and last.numbers == numbers and last.is_for(members):
             return last
@@ -210,7 +210,7 @@ class OptimizerStepper:
         plan = self._plans.get(key)
         if plan is None:
             if self.graphs == _MOST_GRAPHS:
-                raise InTorch(
+                raise NeedsTorch(
                     f"it has had {_MOST_GRAPHS} graphs, one for each set of parameters with a gradient or with other "
                     "numbers of updates behind them, and would need another one"
                 )
@@ -219,7 +219,7 @@ class OptimizerStepper:
             try:
                 update = Update(rule, params, states, numbers, self._sessions_on(params[0].device), clip=clip)
             except ValueError as error:
-                raise InTorch(str(error)) from error
+                raise NeedsTorch(str(error)) from error
             plan = self._plans[key] = _Plan(update, members, numbers, clip)
             self.graphs += 1
             self.compile_seconds += time.perf_counter() - started
@@ -227,7 +227,7 @@ class OptimizerStepper:
             try:
                 plan.update.use([m.states for m in members])
             except ValueError as error:
-                raise InTorch(str(error)) from error
+                raise NeedsTorch(str(error)) from error
             plan.members = members
         self._last[rule] = plan
         return plan
