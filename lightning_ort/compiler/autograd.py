@@ -11,6 +11,7 @@ import torch
 
 from lightning_ort.compiler.global_state import drawing_as_traced
 from lightning_ort.compiler.kept import Kept
+from lightning_ort.compiler.loss_scale import all_finite
 from lightning_ort.compiler.reference import ForkedRNG
 from lightning_ort.compiler.tensor_hooks import WatchedOutput, active, attach
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from lightning_ort.compiler.compilation import Pair
     from lightning_ort.compiler.region import Region
 
-__all__ = ["ApartStep", "LossStep", "Node", "PairStep", "all_finite", "divided", "makes_nan", "multiply"]
+__all__ = ["ApartStep", "LossStep", "Node", "PairStep", "divided", "makes_nan", "multiply"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,9 +231,6 @@ class LossStep(torch.autograd.Function):
             multiply([g for g in gradients if g is not None and g.dtype.itemsize >= 4], factor)
             # those are still scaled
             multiply([g for g in gradients if g is not None and g.dtype.itemsize < 4], factor / ctx.scale)
-            assert region.scaling is not None
-            inputs = [kept.args[i] for i in region.wanted]
-            region.scaling.note(ctx.finite, [x for x in inputs if isinstance(x, torch.nn.Parameter)])
         return (None, None, None, *gradients)
 
 
@@ -241,12 +239,6 @@ def makes_nan(factor: float, gradients: Sequence[torch.Tensor | None]) -> bool:
     if math.isfinite(factor):
         return factor == 0.0 and not all_finite([g for g in gradients if g is not None])
     return True
-
-
-def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all entries of floating-point ``tensors`` are."""
-    largest = torch._foreach_norm([x for x in tensors if x.numel()], math.inf) if any(map(torch.numel, tensors)) else ()
-    return all(bool(x.isfinite()) for x in largest)
 
 
 def multiply(gradients: list[torch.Tensor], factor: Any) -> None:

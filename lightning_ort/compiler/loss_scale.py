@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch._guards import TracingContext
 
-__all__ = ["LossScaling", "scale_fake", "seed_of", "unscaled"]
-
-_MOST_PENDING = 64
+__all__ = ["LossScaling", "all_finite", "scale_fake", "seed_of", "unscaled"]
 
 
 class LossScaling:
     """Scale of the losses of a step, which its graphs read at each run.
 
-    A graph multiplies the gradient of its loss by :attr:`scale`, divides the gradients it gives out by it, and says
-    whether all of them are finite. Those answers are collected here, by parameter, and read when an optimizer is about
-    to use the gradients.
+    A graph multiplies the gradient of its loss by :attr:`scale`, and divides the gradients it gives out by it.
 
     Args:
         scale: the factor to start with.
@@ -27,8 +24,6 @@ class LossScaling:
     def __init__(self, scale: float) -> None:
         self._scale = float(scale)
         self._tensors: dict[torch.device, torch.Tensor] = {}
-        self._pending: list[tuple[torch.Tensor, list[int]]] = []
-        self._finite: dict[int, bool] = {}
 
     @property
     def scale(self) -> float:
@@ -50,45 +45,12 @@ class LossScaling:
                 found = self._tensors[device] = torch.full((), self._scale, dtype=torch.float32, device=device)
         return found
 
-    def note(self, finite: torch.Tensor, parameters: Iterable[torch.Tensor]) -> None:
-        """Take down that gradients were added to those of ``parameters``.
 
-        Args:
-            finite: bool scalar, whether all of them are finite; read later, so that no device is waited for here.
-            parameters: leaves of the autograd graph that live as long as the training: they are told apart by
-                address.
-        """
-        self._pending.append((finite, [id(p) for p in parameters]))
-        if len(self._pending) > _MOST_PENDING:
-            self._settle()
-
-    def _settle(self) -> None:
-        for flag, parameters in self._pending:
-            finite = bool(flag)
-            for key in parameters:
-                self._finite[key] = finite and self._finite.get(key, True)
-        self._pending.clear()
-
-    def all_finite(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether the gradients that ``parameters`` hold are all finite.
-
-        Only those are looked at of which no graph has said that they are.
-        """
-        self._settle()
-        result = True
-        for p in parameters:
-            if p.grad is None or self._finite.pop(id(p), False):
-                continue
-            if not bool(torch.isfinite(p.grad).all()):
-                # what is kept and added to stays what it is
-                self._finite[id(p)] = False
-                result = False
-        return result
-
-    def forget(self) -> None:
-        """Drop what was noted of the gradients seen so far."""
-        self._pending.clear()
-        self._finite.clear()
+def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all entries of floating-point ``tensors`` are, in one pass over those of one type."""
+    dense = [x.coalesce().values() if x.is_sparse else x for x in tensors]
+    filled = [x for x in dense if x.numel()]
+    return all(bool(norm.isfinite()) for norm in (torch._foreach_norm(filled, math.inf) if filled else ()))
 
 
 def scale_fake(fakes: Sequence[Any]) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compiler.autograd import ApartStep, LossStep, Node, PairStep, all_finite, divided
+from lightning_ort.compiler.autograd import ApartStep, LossStep, Node, PairStep, divided
 from lightning_ort.compiler.compilation import OVERLAP, Compilation, Pair
 from lightning_ort.compiler.contest import MEMORY, Choice, Contest, Key, measures
 from lightning_ort.compiler.dynamo_words import source_line
@@ -20,7 +20,7 @@ from lightning_ort.compiler.functional_graph import Untraceable
 from lightning_ort.compiler.global_state import GlobalState, takes_gradients
 from lightning_ort.compiler.graph_report import report_of
 from lightning_ort.compiler.kept import Kept, before_write, in_torch
-from lightning_ort.compiler.loss_scale import LossScaling
+from lightning_ort.compiler.loss_scale import LossScaling, all_finite
 from lightning_ort.compiler.outputs import OutputLayout, overlap
 from lightning_ort.compiler.plan import Fallback
 from lightning_ort.compiler.reference import ForkedRNG, rehearsal

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -78,6 +79,8 @@ def _described_module(module: fx.GraphModule, targets: list[Any]) -> Hashable:
     for node in module.graph.nodes:
         rows.append(node.meta.get("stack_trace"))
         if node.op == "call_function":
+            if isinstance(node.target, FunctionType) and not node.target.__module__.startswith("torch."):
+                raise _UnknownError  # what a user's function computes follows from more than what it is
             targets.append(node.target)
             rows.append(id(node.target))
         elif node.op == "get_attr":

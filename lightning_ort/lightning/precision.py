@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_ort.amp.rules import GradScalerRule, StepInfo, scale_rule
 from lightning_ort.checkpoints.lightning import TRAINER_SCALER
-from lightning_ort.compiler.loss_scale import LossScaling
+from lightning_ort.compiler.loss_scale import LossScaling, all_finite
 from lightning_ort.lightning_packages import MisconfigurationException, Package, everywhere, pl, rank_zero_info
 from lightning_ort.validation import choice, flag
 
@@ -156,7 +156,7 @@ class ORTPrecision(_Base):
         if self.scaling is None or (not kwargs.get("create_graph") and is_closed(tensor)):
             self._kind.backward(self, tensor, model, optimizer, *args, **kwargs)
         else:
-            with unscaling_leaves(tensor, self.scaling):
+            with unscaling_leaves(tensor, self.scaling.scale):
                 scaled = tensor * self.scaling.tensor(tensor.device)
                 self._kind.backward(self, scaled, model, optimizer, *args, **kwargs)
 
@@ -169,7 +169,7 @@ class ORTPrecision(_Base):
             return self._kind.optimizer_step(self, optimizer, model=model, closure=closure, **kwargs)
         result = closure()
         # hooks and clipping come afterwards: a clipped infinity would be finite
-        finite = self.scaling.all_finite([p for group in optimizer.param_groups for p in group["params"]])
+        finite = all_finite([p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None])
         # gradients have been added up over all processes: what one of them has found is in all of them
         finite = model.trainer.strategy.reduce_boolean_decision(finite)
         self._after_closure(model, optimizer)
@@ -214,7 +214,6 @@ class ORTPrecision(_Base):
         self._rule.load_state_dict(state_dict["scaler"])
         self._steps, self.skipped_steps = state_dict["steps"], state_dict["skipped_steps"]
         self.scaling.scale = self._rule.scale
-        self.scaling.forget()
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -235,13 +234,11 @@ class ORTPrecision(_Base):
             self.skipped_steps = int(summary["skipped_steps"])
             self._steps = int(checkpoint["global_step"])
             self.scaling.scale = self._rule.scale
-            self.scaling.forget()
             return
         foreign = type(self).__qualname__ not in checkpoint and _LIGHTNING in checkpoint
         if foreign and self.scaling is not None and isinstance(self._rule, GradScalerRule):
             self._rule.load_state_dict(checkpoint[_LIGHTNING])
             self.scaling.scale = self._rule.scale
-            self.scaling.forget()
 
 
 def _by_kind(name: str) -> Callable[..., Any]:
@@ -294,19 +291,13 @@ def _ends(node: Any) -> bool:
 
 
 @contextlib.contextmanager
-def unscaling_leaves(loss: torch.Tensor, scaling: LossScaling) -> Iterator[None]:
+def unscaling_leaves(loss: torch.Tensor, scale: float) -> Iterator[None]:
     """Unscale gradients as they reach the parameters of ``loss``, while its scaled ones are computed.
 
     Each parameter adds an unscaled gradient to what it has, from this or other ways.
     """
-    scale, hooks = scaling.scale, []
-
-    def unscale(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        scaling.note(torch.isfinite(gradient).all(), [parameter])
-        return gradient / scale
-
-    for parameter in _leaves(loss):
-        hooks.append(parameter.register_hook(lambda g, p=parameter: unscale(g, p)))
+    # None where another result of the same node reaches the parameter, and this loss does not
+    hooks = [p.register_hook(lambda g: None if g is None else g / scale) for p in _leaves(loss)]
     try:
         yield
     finally:

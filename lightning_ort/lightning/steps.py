@@ -70,6 +70,8 @@ class CompiledSteps(CompiledMethods):
         self._patches: list[Patch] = [(module.__dict__, own), *_metric_patches(module, self._recorder)]
         self._trainer_patches: list[Patch] = []
         self._plain_backward, self._loss_node = False, None
+        self._precision: Any = None
+        self._backward: tuple[Any, ...] = ()
         self._optimizers: list[Optimizer] = []
         self._optimizer_patches: dict[int, tuple[Any, Namespace]] = {}
         self._turns: dict[str, Turns | None] = {}
@@ -198,16 +200,31 @@ class CompiledSteps(CompiledMethods):
 
     def expect_backward(self, precision: Any) -> None:
         """A fit begins: find out whether its backward, as ``precision`` has it, is torch's and nothing more."""
-        module, trainer = cast(Any, self.module), cast(Any, self._trainer)
+        self._precision = precision
+        self._backward = self._backward_now()
+        module = cast(Any, self.module)
         self._plain_backward = (
             module.automatic_optimization
-            and type(module).backward in _BACKWARD
-            and getattr(type(precision), "backward", None) in _BACKWARD
-            and "backward" not in vars(precision)
-            and torch.Tensor.backward in _BACKWARD
-            and getattr(precision, "scaling", None) is None
-            and not any(map(_sees_losses, (module, *trainer.callbacks)))
+            and all(method in _BACKWARD for method in self._backward[:3])
+            and not any(self._backward[3:6])
+            and not any(map(_sees_losses, (module, *cast(Any, self._trainer).callbacks)))
             and not any(isinstance(m, DistributedDataParallel) for m in module.modules())
+        )
+
+    def _backward_now(self) -> tuple[Any, ...]:
+        """What a loss passes on its way to torch's engine, who has put something of his own there, and who sees it."""
+        module, precision = self.module, self._precision
+        own = vars(module)
+        return (
+            type(module).backward,
+            getattr(type(precision), "backward", None),
+            torch.Tensor.backward,
+            "backward" in own,
+            "backward" in vars(precision),
+            getattr(precision, "scaling", None) is not None,
+            type(module).on_before_backward,
+            own.get("on_before_backward"),
+            len(cast(Any, self._trainer).callbacks),
         )
 
     def note_loss(self, output: Any) -> None:
@@ -217,9 +234,11 @@ class CompiledSteps(CompiledMethods):
         can, but for hooks, which the tensors show that have them.
         """
         self._loss_node, step = None, self.report.step("training_step")
-        if step.as_it_is or not self._plain_backward:
+        if step.as_it_is or self._precision is None:
             return
-        if not (step.graph_breaks or step.in_torch or "backward" in vars(self.module)):
+        if self._backward != self._backward_now():  # somebody has put something in its place since the fit began
+            self.expect_backward(self._precision)
+        if self._plain_backward and not (step.graph_breaks or step.in_torch):
             self._loss_node = node_of_loss(output.get("loss") if isinstance(output, Mapping) else output)
 
     def hand_out(self, loss: torch.Tensor) -> bool:

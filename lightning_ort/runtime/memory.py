@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -59,7 +60,7 @@ class TensorPool:
             strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
             self._parts.append((tuple(shape), strides, self._size))
             self._size += -(-math.prod(shape) // _ALIGNMENT) * _ALIGNMENT
-        self._pieces: list[tuple[list[torch.Tensor], int, int]] = []
+        self._pieces: list[_Piece] = []
 
     def take(self) -> list[torch.Tensor]:
         """A set of uninitialized tensors that nothing else refers to."""
@@ -67,17 +68,41 @@ class TensorPool:
         return [part.detach() for part in self._free_piece()]
 
     def _free_piece(self) -> list[torch.Tensor]:
-        for parts, storage, idle in self._pieces:
-            if _references(storage) == idle:
-                return parts
+        for piece in self._pieces:
+            if piece.state() == piece.idle:
+                return piece.parts
         flat = torch.empty(self._size, dtype=self._dtype, device=self._device)
-        parts = [flat.as_strided(shape, strides, offset) for shape, strides, offset in self._parts]
-        storage = storage_key(flat)
+        piece = _Piece([flat.as_strided(*part) for part in self._parts], flat.untyped_storage())
         del flat
+        piece.idle = piece.state()
         if len(self._pieces) == _KEPT:
             del self._pieces[0]
-        self._pieces.append((parts, storage, _references(storage)))
-        return parts
+        self._pieces.append(piece)
+        return piece.parts
+
+
+class _Piece:
+    """Tensors that share a storage, and what tells whether somebody else has the storage, or has done something to it.
+
+    Attributes:
+        parts: the tensors.
+        idle: what :meth:`state` gives while nobody has.
+    """
+
+    __slots__ = ("_storage", "idle", "parts")
+
+    def __init__(self, parts: list[torch.Tensor], storage: torch.UntypedStorage) -> None:
+        self.parts, self._storage = parts, storage
+        self.idle: tuple[int, int, int] | None = None
+
+    def state(self) -> tuple[int, int, int]:
+        """Tensors that refer to the storage, names that Python has for it, its address.
+
+        There is no public count of the former; tests/compiler/test_memory.py fails if it changes. One object stands for
+        the storage in Python, whoever asks for it. A storage that was resized or moved has another address.
+        """
+        storage = self._storage
+        return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage), storage.data_ptr()
 
 
 def release_free_memory() -> None:
@@ -92,11 +117,6 @@ def release_free_memory() -> None:
         torch.cuda.empty_cache()
     watch()
     trim()
-
-
-def _references(storage: int) -> int:
-    # there is no public count of the tensors that share a storage; tests/compiler/test_memory.py fails if it changes
-    return torch._C._storage_Use_Count(storage)
 
 
 class Packed:

@@ -8,6 +8,9 @@ import torch.nn.functional as F
 from graph_harness import Case, check
 from torch import Tensor, randint, randn
 
+from lightning_ort.compiler import ORTBackend
+from lightning_ort.runtime.config import RuntimeConfig
+
 WEIGHT = torch.tensor([1.0, 2.0, 0.5, 1.0, 3.0])
 
 
@@ -189,3 +192,18 @@ def test_small_and_undefined_gradients_of_soft_margin_loss() -> None:
     assert expected[0] != 0
     assert expected[3].isnan()
     torch.testing.assert_close(gradient(compiled=True), expected, rtol=1e-12, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("weight", [None, torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)], ids=["", "weighted"])
+def test_infinite_gradients_of_cross_entropy(weight: Tensor | None) -> None:
+    """They are NaN at the label, as in eager: an infinity could be clipped to a number."""
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    target, factors = torch.tensor([0, 2, 1, 1]), torch.tensor([1.0, torch.inf, -torch.inf, 0.0], dtype=torch.float64)
+
+    def loss(x: Tensor) -> Tensor:
+        return (F.cross_entropy(x, target, weight, reduction="none") * factors).mean()
+
+    compiled = torch.compile(loss, backend=ORTBackend(RuntimeConfig(placement="onnxruntime"), verify=False))
+    (expected,), (got,) = (torch.autograd.grad(f(x), x) for f in (loss, compiled))
+    assert expected.isnan().sum() == 2
+    torch.testing.assert_close(got, expected, equal_nan=True)

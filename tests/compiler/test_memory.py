@@ -50,6 +50,27 @@ def test_a_gradient_counts_as_held():
     assert parameter.grad.tolist() == [1] * 5
 
 
+def test_a_storage_that_is_held_without_a_tensor_is_left_alone():
+    pool = make_pool()
+    storage = pool.take()[2].fill_(7).untyped_storage()
+    for _ in range(5):
+        for tensor in pool.take():
+            tensor.fill_(0)
+    assert 7 in torch.empty(0).set_(storage)
+
+
+@pytest.mark.parametrize("change", [lambda s: s.resize_(0), lambda s: s.share_memory_()], ids=["freed", "moved"])
+def test_memory_that_was_freed_or_moved_is_not_handed_out(change):
+    pool = make_pool()
+    storage = pool.take()[0].untyped_storage()
+    change(storage)
+    del storage
+    for _ in range(3):
+        tensors = pool.take()
+        assert all(t.untyped_storage().nbytes() and not t.is_shared() for t in tensors)
+        del tensors
+
+
 @pytest.mark.parametrize("initialized", [True, False])
 def test_memory_on_a_gpu_is_given_back_where_there_is_one(monkeypatch, initialized):
     calls = []

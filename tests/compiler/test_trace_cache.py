@@ -75,6 +75,21 @@ def test_the_same_again(traces, function, placement):
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
+FACTOR = 1.0
+
+
+@torch._dynamo.allow_in_graph
+def opaque(x):
+    return x * FACTOR
+
+
+def test_functions_that_nobody_has_read(traces, monkeypatch):
+    """What they compute may have changed since."""
+    for factor in (1.0, 3.0):
+        monkeypatch.setitem(globals(), "FACTOR", factor)
+        call(lambda x: opaque(x).sum(), X.clone().requires_grad_())
+
+
 def constant(value):
     return lambda x: (x * value).tanh().sum()
 

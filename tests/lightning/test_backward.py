@@ -184,6 +184,39 @@ def test_callbacks_before_backward(handed_out):
     assert not any(handed_out)
 
 
+def _of_the_plugin(trainer, module):
+    trainer.precision_plugin.backward = lambda loss, *args, **kwargs: (loss * 3).backward()
+
+
+def _of_the_class(trainer, module):
+    module.__class__ = OwnBackward
+
+
+def _sees_the_loss(trainer, module):
+    module.on_before_backward = lambda loss: loss.grad_fn.register_prehook(lambda gradients: (gradients[0] * 3,))
+
+
+def _another_callback(trainer, module):
+    trainer.callbacks.append(NodeHooks())
+
+
+class Later(Callback):
+    """Puts something in the way of gradients when the fit has begun."""
+
+    def __init__(self, change):
+        self._change = change
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == 1:
+            self._change(trainer, pl_module)
+
+
+@pytest.mark.parametrize("change", [_of_the_plugin, _of_the_class, _sees_the_loss, _another_callback])
+def test_what_comes_later_is_met(handed_out, change):
+    assert_fit_parity(Classifier, table, callbacks=lambda: Later(change), max_epochs=2, in_ort=())
+    assert handed_out[:6] == [True] * 6 and not any(handed_out[6:])
+
+
 def test_who_looks_for_anomalies_or_profiles(handed_out):
     """Both follow the operators of the engine."""
     fit(Classifier, table, max_steps=3, detect_anomaly=True)
