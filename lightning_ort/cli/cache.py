@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 from collections.abc import Sequence
 
 from lightning_ort.files.cache import KINDS, Cache, cache_folder
@@ -18,7 +19,7 @@ def cache(arguments: Sequence[str] = ()) -> int:
         arguments: of the command: ``--clear`` or nothing.
 
     Returns:
-        0.
+        0, or 1 if there is no folder.
     """
     parser = argparse.ArgumentParser(
         "lightning-ort cache",
@@ -27,7 +28,11 @@ def cache(arguments: Sequence[str] = ()) -> int:
     )
     parser.add_argument("--clear", action="store_true", help="remove all of it")
     clear = parser.parse_args(arguments).clear
-    print(cache_folder())
+    try:
+        print(cache_folder())
+    except OSError as error:
+        print(error, file=sys.stderr)
+        return 1
     for kind, what in KINDS.items():
         entries = Cache(kind)
         if clear:

@@ -344,7 +344,7 @@ class Memory:
         milliseconds = (found or {}).get("milliseconds")
         if not isinstance(milliseconds, dict) or not milliseconds.keys() <= _EXECUTORS:
             return None
-        if not all(isinstance(t, float) and t >= 0 for t in milliseconds.values()):
+        if not all(isinstance(t, float) and 0 <= t < math.inf for t in milliseconds.values()):
             return None
         executors = [name for name in milliseconds if found and found.get("executor") == name]
         return Choice(executors[0], milliseconds) if executors else None

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from lightning_ort.compiler import distributions
 from lightning_ort.compiler.dynamo import OpenResults
 from lightning_ort.compiler.global_state import GlobalState, drawing_as_traced
 from lightning_ort.compiler.reference import ForkedRNG
@@ -72,8 +73,10 @@ class Located:
         if node is None:
             return None
         frames = frames_in(node.meta.get("stack_trace") or "")
-        if node.target is torch._assert_async and _is_assert_statement(frames):
-            message = str(node.args[1]) if len(node.args) > 1 else ""
+        message = str(node.args[1]) if node.target is torch._assert_async and len(node.args) > 1 else ""
+        if message and frames and frames[-1][0] == distributions.__file__:
+            found_error = ValueError(message)
+        elif node.target is torch._assert_async and _is_assert_statement(frames):
             # the message that Dynamo gives to an assertion that has none
             found_error = AssertionError() if message in ("", "assertion error") else AssertionError(message)
             if isinstance(error, RefusedValueError):

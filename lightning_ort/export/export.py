@@ -15,6 +15,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from lightning_ort.compiler.distributions import unchecked_distributions
 from lightning_ort.compiler.dynamo import no_fast_path
 from lightning_ort.compiler.global_state import without_autocast
 from lightning_ort.compiler.reference import Buffers, ForkedRNG
@@ -270,7 +271,14 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
     put_back = Buffers(module).note()
     module.eval()
     try:
-        with torch.inference_mode(False), torch.no_grad(), without_autocast(), no_fast_path(), ForkedRNG(device):
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            without_autocast(),
+            no_fast_path(),
+            ForkedRNG(device),
+            unchecked_distributions(),
+        ):
             yield
     finally:
         with torch.inference_mode(False):

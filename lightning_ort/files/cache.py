@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
+import stat
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,16 +35,35 @@ _LARGEST = 1 << 20
 
 
 def cache_folder() -> Path:
-    """``LIGHTNING_ORT_CACHE_DIR``, or where this system keeps the caches of its users."""
-    return Path(os.environ.get(_FOLDER) or platformdirs.user_cache_path("lightning_ort", appauthor=False))
+    """``LIGHTNING_ORT_CACHE_DIR``, or where this system keeps the caches of its users.
+
+    Raises:
+        OSError: the user has no home, and no other folder was named.
+    """
+    try:
+        named = os.environ.get(_FOLDER)
+        return Path(named).expanduser() if named else platformdirs.user_cache_path("lightning_ort", appauthor=False)
+    except RuntimeError as error:  # pathlib's, of a user without a home
+        raise FileNotFoundError(f"There is no folder for a cache ({error}). Name one by {_FOLDER}.") from error
 
 
 def _limit() -> int:
     """Bytes that the cache may take: ``LIGHTNING_ORT_CACHE_SIZE``, 64 MiB by default; 0 switches it off."""
-    try:
-        return int(os.environ.get(_SIZE, _DEFAULT_SIZE))
-    except ValueError:
+    text = os.environ.get(_SIZE)
+    if not text:
         return _DEFAULT_SIZE
+    try:
+        return int(text)
+    except ValueError:
+        _warn_of_size(text)
+        return _DEFAULT_SIZE
+
+
+@functools.cache
+def _warn_of_size(text: str) -> None:
+    warnings.warn(
+        f"{_SIZE}={text!r} is no whole number of bytes; the cache may take {_DEFAULT_SIZE} of them.", stacklevel=2
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +83,10 @@ class Cache:
 
     def read(self, key: str) -> dict[str, Any] | None:
         """The entry ``key``; ``None`` if there is none, or if it is of another version, damaged or foreign."""
-        path = self.folder / f"{key}.json"
         try:
-            if path.stat().st_size > _LARGEST:
+            path = self.folder / f"{key}.json"
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:  # a pipe would be waited for
                 return None
             content = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):

@@ -13,6 +13,7 @@ import torch._dynamo.config
 from torch.nn.parameter import is_lazy
 
 from lightning_ort.compiler.backend import ORTBackend
+from lightning_ort.compiler.distributions import checked_distributions
 from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS, DynamoObserver, compiled_apart, global_hooks, no_fast_path
 from lightning_ort.compiler.executors.executable import Account
 from lightning_ort.compiler.plain_values import left_to_python
@@ -85,6 +86,7 @@ class CompiledMethods:
         self._settings.enter_context(self._dynamo_settings)
         self._settings.enter_context(no_fast_path())
         self._settings.enter_context(left_to_python())
+        self._settings.enter_context(checked_distributions())
         self._observer.install()
 
     def remove(self) -> None:

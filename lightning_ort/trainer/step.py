@@ -14,6 +14,7 @@ import torch._dynamo.config
 from torch import Tensor, nn
 
 from lightning_ort.compiler.backend import ORTBackend
+from lightning_ort.compiler.distributions import checked_distributions
 from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS, compiled_apart, no_accounts, no_fast_path
 from lightning_ort.compiler.plain_values import left_to_python
 from lightning_ort.compiler.plan import Fallback
@@ -150,7 +151,7 @@ class Step:
             combined.train(training)
         put_back = self._buffers.note()
         try:
-            with self._settings, no_fast_path(), left_to_python(), no_accounts():
+            with self._settings, no_fast_path(), left_to_python(), checked_distributions(), no_accounts():
                 yield
         except BaseException:
             put_back()

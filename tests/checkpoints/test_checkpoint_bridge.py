@@ -384,7 +384,7 @@ def test_one_of_two_networks(tmp_path):
     trainer = make_ort_trainer(config=lamb, lr_scheduler=None)
     with pytest.raises(CheckpointError, match=r"the names fit after each of 'one\.', 'other\.'\. Say which"):
         trainer.load_checkpoint(tmp_path / "x.ckpt")
-    with pytest.raises(CheckpointError, match="SGD with momentum=0.9 has no counterpart"):
+    with pytest.raises(CheckpointError, match=r"SGD with momentum=0\.9 has no counterpart"):
         trainer.load_checkpoint(tmp_path / "x.ckpt", prefix="other.")
     with pytest.raises(CheckpointError, match=r"with prefix='none\.' these have no counterpart: 0\.weight"):
         trainer.load_checkpoint(tmp_path / "x.ckpt", prefix="none.")
