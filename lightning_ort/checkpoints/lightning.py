@@ -264,7 +264,7 @@ def _optimizer(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
     # torch numbers them in this order, each once
     params = list(dict.fromkeys(id(p) for group in whole.param_groups for p in group["params"]))
     return {
-        "class": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
+        "class": f"{type(optimizer).__module__}.{type(optimizer).__name__}",
         "kind": kind,
         "problem": problem,
         "names": [name_of.get(i, "") for i in params],

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_ort._version import __version__
 from lightning_ort.cli.mistakes import COMMANDS, unknown_command
+from lightning_ort.files.output import no_more_output
 
 if TYPE_CHECKING:
     from lightning_ort.cli.lightning_cli import ORTCLI
@@ -35,11 +36,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status, 0 if done; for ``examine``, all steps run in ONNX Runtime; for ``doctor``, nothing is wrong.
         It is 1 if ``examine`` or ``doctor`` has found something or a strategy has failed in ``bench``, 2 if the command
-        could not be executed.
+        could not be executed, 141 if who reads the output has gone, as shells say of what a closed pipe has ended.
 
     Raises:
         SystemExit: for ``--help``, and with status 2 for arguments and configurations that are wrong.
     """
+    try:
+        status = _executed(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        no_more_output()
+        return 141
+    return status
+
+
+def _executed(arguments: Sequence[str] | None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given:
         _parser().print_help(sys.stderr)

@@ -29,10 +29,11 @@ def cache(arguments: Sequence[str] = ()) -> int:
     parser.add_argument("--clear", action="store_true", help="remove all of it")
     clear = parser.parse_args(arguments).clear
     try:
-        print(cache_folder())
+        folder = cache_folder()
     except OSError as error:
         print(error, file=sys.stderr)
         return 1
+    print(folder)
     for kind, what in KINDS.items():
         entries = Cache(kind)
         if clear:

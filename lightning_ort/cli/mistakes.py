@@ -204,7 +204,11 @@ def _wrong_class(parser: argparse.ArgumentParser, message: str) -> Mistake | Non
         )
     value = _wrong_value(parser, why)
     if value is not None:
-        return dataclasses.replace(value, wrong=f"{value.wrong}, for {path}")
+        return Mistake(
+            f"{key[1]}.{value.wrong}, for {path}",
+            value.expected,
+            value.remedy.replace("correct ", f"correct {key[1]}.", 1),
+        )
     return Mistake(
         f"{key[1]} is {path}: {why}",
         "the path of a class that Python can import, as in package.module.Class",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -38,7 +39,7 @@ def new(arguments: Sequence[str] = ()) -> int:
         print(mistake, file=sys.stderr)
         return 2
     print(f"Wrote {folder}; its README.md says what is where. Next:\n")
-    print(f"cd {folder}\npip install -r requirements.txt")
+    print(f"cd {shlex.quote(str(folder))}\npip install -r requirements.txt")
     print("lightning-ort fit --config configs/defaults.yaml")
     return 0
 

@@ -27,10 +27,11 @@ def sharded(optimizer: Optimizer, schedulers: Iterable[Any] = ()) -> ZeroRedunda
         schedulers: those of ``optimizer`` among them are given the new one.
 
     Raises:
-        ValueError: its class takes no parameters and settings as torch's do, or its updates are not those of each
-            parameter alone.
+        ValueError: its class takes no parameters and settings as torch's do, its updates are not those of each
+            parameter alone, or it has hooks of its state, or a ``step`` that somebody has put in the place of its own.
     """
     _refuse_coupled(optimizer)
+    _refuse_changed(optimizer)
     with warnings.catch_warnings():
         # other optimizers of that package are compiled in a way that torch has given up
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -46,6 +47,8 @@ def sharded(optimizer: Optimizer, schedulers: Iterable[Any] = ()) -> ZeroRedunda
             f"shard_optimizer=True makes a {kind.__name__} per process for a part of the parameters, by "
             f"{kind.__name__}(params, **optimizer.defaults), which fails: {error}"
         ) from error
+    for hooks in _STEP_HOOKS:  # the same dictionary, from which a user's handle removes them
+        setattr(made, hooks, getattr(optimizer, hooks))
     # a method, as schedulers that are made later expect
     made.step = types.MethodType(_evaluated_once(type(made).step, kind.__name__), made)  # type: ignore[method-assign]
     pending = list(schedulers)
@@ -57,6 +60,31 @@ def sharded(optimizer: Optimizer, schedulers: Iterable[Any] = ()) -> ZeroRedunda
             if isinstance(scheduler, LRScheduler):
                 _counted(made)
     return made
+
+
+# Private: torch tells nobody which hooks an optimizer has.
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_STATE_HOOKS = {
+    m: [f"_optimizer_{m}_{time}_hooks" for time in ("pre", "post")] for m in ("state_dict", "load_state_dict")
+}
+
+
+def _refuse_changed(optimizer: Optimizer) -> None:
+    """Raise if there is something about ``optimizer`` that another one of its class would not have."""
+    name = type(optimizer).__name__
+    hooked = [method for method, names in _STATE_HOOKS.items() if any(getattr(optimizer, n) for n in names)]
+    if hooked:
+        raise ValueError(
+            f"shard_optimizer=True, but {name} has hooks of {' and '.join(hooked)}, which would see a part of the "
+            "states on each process. Leave shard_optimizer out, or change checkpoints in on_save_checkpoint and "
+            "on_load_checkpoint."
+        )
+    own = vars(optimizer).get("step")
+    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+        raise ValueError(
+            f"shard_optimizer=True, but somebody has put another `step` in the place of {name}'s own, which its part "
+            "on each process would not have. Leave shard_optimizer out, or write a subclass."
+        )
 
 
 def _refuse_coupled(optimizer: Optimizer) -> None:

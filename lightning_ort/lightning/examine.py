@@ -161,7 +161,11 @@ def examine_in(
         trainer.test(module, **given(dataloaders=loaders.get("test")), verbose=False)
     if there("predict"):
         trainer.predict(module, **given(dataloaders=loaders.get("predict")), return_predictions=False)
-    return Examination(strategy.report(), left_out)
+    report = strategy.report()
+    for kind, step in _STEPS.items():
+        if step not in left_out and not (step in report and report[step].calls):
+            left_out[step] = f"{_LOADERS[kind]} has no batches"
+    return Examination(report, left_out)
 
 
 def load_weights(module: pl.LightningModule, path: str | os.PathLike[str], weights_only: bool | None) -> None:

@@ -18,6 +18,7 @@ from typing_extensions import override
 from lightning_ort.checkpoints.lightning import RECORD, TrainerFile, make_record
 from lightning_ort.checkpoints.resume import Restoring
 from lightning_ort.errors import CheckpointError
+from lightning_ort.files.output import printed
 from lightning_ort.lightning.devices import OnDevices
 from lightning_ort.lightning.engine import EngineOptions
 from lightning_ort.lightning.parallel import ParallelOptions, redirected
@@ -211,7 +212,7 @@ class ORTStrategy(EngineOptions, OnDevices):
         super().on_train_end()
         self._tell_report()
         if self._print_report and self.is_global_zero:
-            print(self._report)
+            printed(self._report)
 
     def _tell_report(self) -> None:
         """Have rank 0 know the reports of all, where there are several and none has failed."""
@@ -267,6 +268,8 @@ class ORTStrategy(EngineOptions, OnDevices):
             self._restoring = None
         self._part()  # the others may not come to the end, where they would be waited for
         super().on_exception(exception)
+        if any("DDPStrategy(find_unused" in str(arg) for arg in exception.args):  # Lightning has added that
+            exception.args = tuple(_in_own_words(arg) if isinstance(arg, str) else arg for arg in exception.args)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -388,3 +391,7 @@ class ORTStrategy(EngineOptions, OnDevices):
 # before it has taken the base class that the Trainer at hand needs, it is a strategy all the same
 for _strategy in everywhere("strategies:Strategy"):
     _strategy.register(ORTStrategy)
+
+
+def _in_own_words(message: str) -> str:
+    return message.replace("ddp_find_unused", "ort_find_unused").replace("DDPStrategy(find_un", "ORTStrategy(find_un")

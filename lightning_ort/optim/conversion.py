@@ -73,7 +73,7 @@ _PLAIN_SGD = {"momentum": 0, "weight_decay": 0, "nesterov": False}
 
 
 def _title(kind: type) -> str:
-    return f"{'torch.optim' if kind.__module__.startswith('torch.') else kind.__module__}.{kind.__qualname__}"
+    return f"{'torch.optim' if kind.__module__.startswith('torch.') else kind.__module__}.{kind.__name__}"
 
 
 def _hyper_parameters(kind: type, group: Mapping[str, Any]) -> dict[str, Any]:

@@ -175,6 +175,12 @@ class AdamW(AdamLike):
             p.mul_(kept).addcdiv_(state["exp_avg"], root, value=-lr / first)
 
 
+# LightningCLI looks for the AdamW of `--optimizer=AdamW` among all optimizers, by this name, and refuses to choose
+# between two; it passes over private ones. By its path, `lightning_ort.optim.AdamW`, it finds this one all the same.
+AdamW.__qualname__ = "_AdamW"
+_AdamW = AdamW  # where pickle looks for it
+
+
 class Lamb(AdamLike):
     """LAMB (You et al., "Large batch optimization for deep learning", 2020): Adam's direction, with a step per tensor
     in proportion to the length of the weight.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import pkgutil
 import re
 import subprocess
@@ -11,8 +12,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from lightning.pytorch import LightningModule
 from modules import Classifier
 from parity import needs_ort, quiet
+
+from lightning_ort.optim import AdamW
 
 pytestmark = pytest.mark.stock_only
 
@@ -160,7 +164,7 @@ def test_the_extra_that_is_missing(monkeypatch, capsys):
         (["--trainer.logger=Nope"], ("trainer.logger is Nope, which is no class", "package.module.Class", "logger")),
         (["--ckpt_path=no.ckpt"], ("ckpt_path is 'no.ckpt', and there is no such file in /", "or last", "the path")),
         (["--model.lrr=1"], ("modules.Classifier has no argument lrr", "lr, if that was meant", "--model.lrr")),
-        (["--model.lr=x"], ("lr is x, for modules.Classifier", "float", "correct lr")),
+        (["--model.lr=x"], ("lr is x, for modules.Classifier", "float", "correct model.lr")),
         (["--model=modules.Absent"], ("model is modules.Absent: module 'modules' has no", "package.module", "model")),
         (["--model=absent.Model"], ("model is absent.Model: No module named 'absent'", "package.module", "folder")),
         (
@@ -224,3 +228,21 @@ def test_tracebacks_for_those_who_ask(monkeypatch):
         call("fit", *MODEL, "--trainer.devices=x")
     with pytest.raises(Exception, match=r"Expected a .*int"):
         call("fit", *MODEL, "--trainer.max_epochs=x")
+
+
+@pytest.mark.parametrize("command", ["cache", "doctor"])
+def test_who_reads_the_output_has_gone(command):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as pipe:
+        ended = subprocess.run([sys.executable, "-m", "lightning_ort", command], stdout=pipe, stderr=subprocess.PIPE)
+    assert ended.returncode == 141 and not ended.stderr
+
+
+@pytest.mark.parametrize("name", ["AdamW", "lightning_ort.optim.AdamW"])
+def test_short_names_are_torchs(name, tmp_path, monkeypatch):
+    """This package has an AdamW, too, which is found by its path alone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Classifier, "configure_optimizers", LightningModule.configure_optimizers)
+    assert call("fit", *MODEL, f"--optimizer={name}", "--trainer.fast_dev_run=1", "--trainer.accelerator=cpu") == 0
+    assert pickle.loads(pickle.dumps(AdamW)) is AdamW

@@ -56,7 +56,8 @@ def mixture(z, x, y):
 
 
 FITTING = {
-    "normal": lambda z, x, y: kl_divergence(Normal(z, z.exp()), Normal(0.0, 1.0)).mean() - Normal(z, 1.0).rsample().sum(),
+    "normal": lambda z, x, y: -Normal(z, 1.0).rsample().cos().mean() - Normal(z, z.exp()).log_prob(x).mean(),
+    "divergence": lambda z, x, y: kl_divergence(Normal(z, z.exp()), Normal(0.0, 1.0)).mean(),
     "categorical": lambda z, x, y: -Categorical(logits=z).log_prob(y).mean() - Categorical(logits=z).entropy().mean(),
     "bernoulli": lambda z, x, y: -Independent(Bernoulli(logits=z), 1).log_prob((x > 0).double()).mean(),
     "multivariate": lambda z, x, y: -MultivariateNormal(z, EYE).log_prob(x).mean(),

@@ -104,3 +104,36 @@ def test_updates_of_each_parameter_alone(kind, settings, alone):
             schedule.step()
     for name, x in twin.state_dict().items():
         torch.testing.assert_close(module.state_dict()[name], x, rtol=0, atol=0)
+
+
+def test_hooks_of_steps_are_called(alone):
+    module, calls = nn.Linear(3, 2), []
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    optimizer.register_step_pre_hook(lambda o, args, kwargs: calls.append("before"))
+    handle = optimizer.register_step_post_hook(lambda o, args, kwargs: calls.append(len(o.param_groups[0]["params"])))
+    parts = sharded(optimizer)
+    module(torch.ones(1, 3)).sum().backward()
+    parts.step()
+    assert calls == ["before", 2]
+    handle.remove()
+    parts.step()
+    assert calls == ["before", 2, "before"]
+
+
+def _own_step(optimizer):
+    optimizer.step = lambda closure=None: None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda o: o.register_state_dict_post_hook(lambda o, state: state), "SGD has hooks of state_dict, which"),
+        (lambda o: o.register_load_state_dict_pre_hook(lambda o, state: state), "SGD has hooks of load_state_dict"),
+        (_own_step, "another `step` in the place of SGD's own"),
+    ],
+)
+def test_what_a_part_would_not_have_is_refused(change, words):
+    optimizer = torch.optim.SGD(nn.Linear(3, 2).parameters(), 0.1)
+    change(optimizer)
+    with pytest.raises(ValueError, match=words):
+        sharded(optimizer)

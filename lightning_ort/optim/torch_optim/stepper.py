@@ -60,7 +60,7 @@ def why_not(optimizer: Optimizer) -> str | None:
     if known_class(optimizer) not in FAMILIES:
         known = ", ".join(dict.fromkeys(k.__name__ for k in FAMILIES))
         return (
-            f"{kind.__module__}.{kind.__qualname__} is not known to lightning_ort, which has {known} (and subclasses "
+            f"{kind.__module__}.{kind.__name__} is not known to lightning_ort, which has {known} (and subclasses "
             "without a step of their own)"
         )
     return None
