@@ -68,7 +68,7 @@ class CompiledMethods:
         # made once: torch makes a class of each
         self._dynamo_settings = torch._dynamo.config.patch(DYNAMO_SETTINGS)
         self._interrupts = Interrupts(rank_zero_info)
-        self._observer = DynamoObserver(lambda: self._running, rank_zero_info, self._interrupts.hold)
+        self._observer = DynamoObserver(lambda: self._running, rank_zero_info, self._begin_compiling)
         # weakly: what Dynamo keeps with the code of a method has the backend, and no collector sees that way
         backend.on_graph, backend.on_fallback = _weak(self._on_graph), _weak(self._on_fallback)
         self._backend = backend
@@ -77,6 +77,9 @@ class CompiledMethods:
         self._lists = GrowingLists(module)
         self._open_sizes = OpenSizes(module)
         self._begun: Counter[tuple[Hashable, bool]] = Counter()
+        # names of the method that is running, and of the one that was read in this call
+        self._called: str | None = None
+        self._just_read: str | None = None
         self._trainer: pl.Trainer | None = None
         self._device = "cpu"
 
@@ -107,11 +110,13 @@ class CompiledMethods:
         if compiled is None or original != method:
             function = self._method(name)
             self._lists.expect(name, function)
+            self._just_read = name
             compiled = compiled_apart(function, self._backend)
             self._compiled[key] = method, compiled
         if draws_weights:
             compiled = torch.compiler.disable(self._method(name), reason=_DRAWS_WEIGHTS)
         outer, self._running = self._running, self.report.step(f"{self._prefix}{name}")
+        caller, self._called = self._called, name
         self._count(self._running)
         if draws_weights:
             self._on_fallback([Fallback("the first call", _DRAWS_WEIGHTS, "")])
@@ -135,13 +140,21 @@ class CompiledMethods:
             self._lists.remove()
             if self._observer.compilations != compilations:
                 self._observer.collect()
+            self._just_read = None
             if self._observer.compilations != compilations or name in self._open_sizes.undecided:
                 self._open_sizes.note(name, (args, kwargs))
-            self._running = outer
+            self._running, self._called = outer, caller
         self._after()
         if timeline.present is not None:
             timeline.present.leave(name)
         return result
+
+    def _begin_compiling(self) -> None:
+        """Dynamo begins to compile a function of the step that is running."""
+        self._interrupts.hold()
+        if self._called is not None and self._called != self._just_read:
+            self._lists.reconsider(self._called, self._method(self._called))
+        self._just_read = None  # what is compiled next in this call may have been changed by it
 
     def _count(self, step: StepReport) -> None:
         step.calls += 1

@@ -46,6 +46,23 @@ class GrowingLists:
         """Read what ``method`` does with lists; to be called before the first step of that name."""
         self._uses[step] = uses_of_lists(self._module, method)
 
+    def reconsider(self, step: str, method: Callable[..., Any]) -> None:
+        """Read ``method`` again, of which something is about to be compiled: hooks and functions may be there by now
+        that were not when it was first called. Lists that they could tell from their stand-ins are put back."""
+        if len(self._running) != 1:
+            return
+        uses = self._uses[step] = uses_of_lists(self._module, method)
+        for entry in list(self._placed):
+            namespace, key, where = entry
+            dictionary, name = where
+            if name in uses.lists if dictionary is None else dictionary in uses.dictionaries:
+                continue
+            self._placed.remove(entry)
+            standin = self._standins[where]
+            if namespace.get(key) is standin:
+                namespace[key] = standin.real
+            self._let_go(where)
+
     def place(self, step: str) -> None:
         """Put the stand-ins in place; to be called before a step."""
         self._running.append(step)

@@ -251,15 +251,12 @@ class _Uses:
         if names & _ANYTHING or global_names.keys() & _ANYTHING_BUILTIN:
             self.refuses_all = True
         loads = _loaded(function.__code__, _is_attribute)
-        body, compiled = _source(function)
+        body = _source(function)
         if body is None:
             self._refuse(loads)
             self.refuses_all |= "getattr" in global_names
             return
         scope = _Scope(body, function, names)
-        # the file may be another than the one that was imported
-        in_source = Counter({scope.name(name): number for name, number in compiled.items()})
-        self._refuse(name for name, number in loads.items() if number != in_source[name])
         for attribute in scope.nodes(ast.Attribute):
             changed = isinstance(attribute.ctx, ast.Store) and isinstance(scope.parents[attribute], ast.AugAssign)
             if isinstance(attribute.ctx, ast.Load) or changed:
@@ -310,8 +307,8 @@ def _without(names: set[str], refused: set[str]) -> frozenset[str]:
     return frozenset(n for n in names - refused if not any(p.fullmatch(n) for p in patterns))
 
 
-def _source(function: types.FunctionType) -> tuple[list[ast.stmt] | None, Counter[str]]:
-    """Body of a function, parsed, and how often it loads each attribute; ``None`` where there is no source."""
+def _source(function: types.FunctionType) -> list[ast.stmt] | None:
+    """Body of a function, parsed; ``None`` where there is no source, or another than the function was made of."""
     code = function.__code__
     try:
         # not inspect.getsource, which looks at every module there is
@@ -321,20 +318,60 @@ def _source(function: types.FunctionType) -> tuple[list[ast.stmt] | None, Counte
         future = code.co_flags & _FUTURE_ANNOTATIONS
         compiled = compile(tree, "<source>", "exec", flags=future, dont_inherit=True)
     except (SyntaxError, ValueError, IndexError):
-        return None, Counter()
+        return None
     match tree.body:
         case [ast.FunctionDef() | ast.AsyncFunctionDef() as definition]:
-            pass
+            body = definition.body
+            bodies = [c for c in compiled.co_consts if isinstance(c, types.CodeType) and c.co_name == code.co_name][-1:]
         case [ast.If(body=[ast.FunctionDef() | ast.AsyncFunctionDef() as definition])]:
-            pass
+            body = definition.body
+            bodies = [c for c in compiled.co_consts if isinstance(c, types.CodeType) and c.co_name == code.co_name][-1:]
         case _:
             lambdas = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda)]
             bodies = [c for c in _codes(compiled) if c.co_name == code.co_name]
-            if len(lambdas) != 1 or len(bodies) != 1 or code.co_name != "<lambda>":
-                return None, Counter()
-            return [ast.Return(lambdas[0].body)], _loaded(bodies[0], _is_attribute)
-    bodies = [c for c in compiled.co_consts if isinstance(c, types.CodeType) and c.co_name == code.co_name]
-    return (definition.body, _loaded(bodies[-1], _is_attribute)) if bodies else (None, Counter())
+            if len(lambdas) != 1 or code.co_name != "<lambda>":
+                return None
+            body = [ast.Return(lambdas[0].body)]
+    return body if len(bodies) == 1 and _is_same(bodies[0], code) else None
+
+
+def _is_same(compiled: types.CodeType, running: types.CodeType) -> bool:
+    """Whether two codes do the same; around one of them are the function, class and file that it was written in.
+
+    These change how names are found. The file may be another than the one that was imported.
+    """
+    a, b = _instructions(compiled), _instructions(running)
+    return len(a) == len(b) and all(
+        x == y or (x[0] == y[0] and isinstance(y[1], str) and y[1].startswith("_") and y[1].endswith(str(x[1])))
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+_PLUMBING = frozenset(
+    {"CACHE", "COPY_FREE_VARS", "EXTENDED_ARG", "LOAD_CLOSURE", "MAKE_CELL", "NOP", "NOT_TAKEN", "PUSH_NULL", "RESUME"}
+    | {"BUILD_TUPLE", "SET_FUNCTION_ATTRIBUTE"}
+)
+"""instructions that are there, or more often, for the sake of variables of functions around"""
+_NAMED = re.compile(r"(LOAD|STORE|DELETE)_(GLOBAL|NAME|DEREF|FAST|CLASSDEREF|FAST_CHECK|FAST_BORROW|FROM_DICT_OR_\w+)$")
+
+
+def _instructions(code: types.CodeType) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for part in _codes(code):
+        for i in dis.get_instructions(part):
+            named = _NAMED.match(i.opname)
+            if i.opname in _PLUMBING:
+                continue
+            if named:
+                found.append((named[1], i.argval))
+            elif isinstance(i.argval, types.CodeType) or i.opcode in _JUMPS or i.opname == "MAKE_FUNCTION":
+                found.append((i.opname, None))
+            else:
+                found.append((i.opname.replace("METHOD", "ATTR"), i.argval))  # of modules, which are imported around it
+    return found
+
+
+_JUMPS = frozenset({*dis.hasjrel, *dis.hasjabs})
 
 
 class _Scope:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import heapq
+import importlib
 import json
+import linecache
 import pickle
+import sys
 from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch import Callback
 from modules import Regressor, curve
 from parity import STRATEGY, assert_same_outcome, fit, step_report
 from torch.utils._pytree import tree_leaves
@@ -599,3 +603,72 @@ def test_a_step_without_source_leaves_its_lists():
     exec("def use(s, i, loss):\n    s.a.append(loss)\n    return loss", space)
     type(module).use = staticmethod(space["use"])
     assert not uses_of_lists(module, module.training_step).lists
+
+
+class LateFunction(Lists):
+    """Has a function that is given to it when steps have been compiled."""
+
+    @staticmethod
+    def prepare(s):
+        s.late = None
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss if self.late is None else loss * self.late(batch_idx)
+
+    @staticmethod
+    def use(s, batch_idx, loss):
+        s.history.append(loss.detach())
+        return loss
+
+
+class GivesAFunction(Callback):
+    def __init__(self, make):
+        self._make = make
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 3:
+            pl_module.late = self._make(pl_module)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda m: lambda i: 2.0 if isinstance(m.history, list) else 0.5,
+        lambda m: lambda i: torch.stack(m.history).mean(),
+        lambda m: lambda i: float(len(m.history)),
+    ],
+)
+def test_functions_that_come_later_are_read(make):
+    eager, other = (
+        fit(LateFunction, curve, strategy=s, max_epochs=1, callbacks=[GivesAFunction(make)]) for s in ("auto", STRATEGY)
+    )
+    assert_same_outcome(eager, other)
+    assert all(type(entry) is torch.Tensor for entry in other.module.history)
+
+
+SOURCE = """
+from test_growing_lists import Lists
+
+class Edited(Lists):
+    @staticmethod
+    def use(s, batch_idx, loss):
+        s.history.append(loss.detach())
+        return loss * (2.0 if {condition} else 0.5)
+"""
+
+
+def test_a_file_that_was_changed_since_it_was_imported(tmp_path, monkeypatch):
+    file = tmp_path / "edited.py"
+    file.write_text(SOURCE.format(condition="len(s.history) < 99"))
+    monkeypatch.syspath_prepend(tmp_path)
+    before = importlib.import_module("edited").Edited
+    assert uses_of_lists(before(), before.training_step).lists >= {"history"}
+    file.write_text(SOURCE.format(condition="isinstance(s.history, list)"))
+    monkeypatch.delitem(sys.modules, "edited")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    importlib.invalidate_caches()
+    running = importlib.import_module("edited").Edited
+    file.write_text(SOURCE.format(condition="len(s.history) < 99"))
+    linecache.clearcache()
+    assert "history" not in uses_of_lists(running(), running.training_step).lists
