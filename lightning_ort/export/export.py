@@ -106,7 +106,7 @@ def export_onnx(
         dtype: type of floating-point weights and inputs in the file, by default the module's own.
         opset: version of the ONNX operators, 18 to 21.
         external_data: put weights into a second file; by default where one file would exceed 2 GB.
-        tolerance: by how much outputs may differ, as a share of the largest entry; by default 1e-8 for float64, 1e-4
+        tolerance: by how much outputs may differ, as a share of the largest entry; by default 1e-6 for float64, 1e-4
             for float32, 1e-2 for float16. Whole numbers must be equal.
 
     Raises:

@@ -187,6 +187,11 @@ def test_types_of_the_module(path, name, largest):
     np.testing.assert_allclose(got, module.eval()(x).detach(), rtol=0, atol=largest)
 
 
+def test_numbers_of_python_in_a_float64_module(path):
+    module = of(lambda s, x: s.linear(x) * 0.8).double()
+    assert export_onnx(module, path, torch.randn(5, 6, dtype=torch.float64)).difference < 1e-7
+
+
 def test_bfloat16_is_written_as_float32(path, sample):
     module = of(lambda s, x: s.linear(x)).bfloat16()
     weight, before = module.linear.weight, module.linear.weight.data_ptr()
