@@ -16,6 +16,7 @@ from lightning_ort.compiler.dynamo_words import source_line
 from lightning_ort.compiler.executors.executable import Account, timed_in_torch
 from lightning_ort.compiler.functional_graph import Untraceable
 from lightning_ort.compiler.global_state import leaving_grad_mode
+from lightning_ort.compiler.handlers import LeftToPython, handled_call
 from lightning_ort.compiler.kept import in_torch
 from lightning_ort.compiler.loss_scale import LossScaling
 from lightning_ort.compiler.nested_results import cut_at_results, run_in_parts
@@ -49,6 +50,8 @@ class ORTBackend:
         scaling: the scale of the losses of graphs that compute gradients, against underflow in 16 bits.
         on_graph: called with each executable graph that is taken into use.
         on_fallback: called with the operators of one region that run in torch.
+        may_leave: whether the step that is being compiled can still be made as it is, which whoever calls it does on
+            :class:`~.LeftToPython`.
     """
 
     config: RuntimeConfig = dataclasses.field(default_factory=RuntimeConfig)
@@ -57,6 +60,7 @@ class ORTBackend:
     scaling: LossScaling | None = None
     on_graph: Callable[[Account], None] = lambda executable: None
     on_fallback: Callable[[Sequence[Fallback]], None] = lambda fallbacks: None
+    may_leave: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
         if not isinstance(self.config, RuntimeConfig):
@@ -74,6 +78,10 @@ class ORTBackend:
         if not any(n.op.startswith("call") for n in graph.graph.nodes):
             return graph.forward
         try:
+            handled = handled_call(graph) if self.may_leave() else None
+            if handled is not None:
+                self._fallback([handled])
+                return _raising(LeftToPython())
             as_in_eager(graph)
             as_autograd_knows_it(graph)
             parts = cut_at_results(graph)

@@ -16,8 +16,10 @@ from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.distributions import checked_distributions
 from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS, DynamoObserver, compiled_apart, global_hooks, no_fast_path
 from lightning_ort.compiler.executors.executable import Account
+from lightning_ort.compiler.handlers import LeftToPython
 from lightning_ort.compiler.plain_values import left_to_python
 from lightning_ort.compiler.plan import Fallback
+from lightning_ort.compiler.user_errors import RUNS
 from lightning_ort.lightning.growing_lists import GrowingLists
 from lightning_ort.lightning.interrupts import Interrupts
 from lightning_ort.lightning.open_sizes import OpenSizes
@@ -51,6 +53,16 @@ def _weak(method: Callable[[Any], None]) -> Callable[[Any], None]:
     return call
 
 
+def _weakly_told(method: Callable[[], bool]) -> Callable[[], bool]:
+    reference = weakref.WeakMethod(method)
+
+    def call() -> bool:
+        method = reference()
+        return method is not None and method()
+
+    return call
+
+
 class CompiledMethods:
     """Calls methods of ``module`` through ``torch.compile`` and keeps the report.
 
@@ -80,6 +92,8 @@ class CompiledMethods:
         # names of the method that is running, and of the one that was read in this call
         self._called: str | None = None
         self._just_read: str | None = None
+        self._runs = 0  # of regions, when the method was called
+        backend.may_leave = _weakly_told(self._may_leave)
         self._trainer: pl.Trainer | None = None
         self._device = "cpu"
 
@@ -116,7 +130,8 @@ class CompiledMethods:
         if draws_weights:
             compiled = torch.compiler.disable(self._method(name), reason=_DRAWS_WEIGHTS)
         outer, self._running = self._running, self.report.step(f"{self._prefix}{name}")
-        caller, self._called = self._called, name
+        caller, self._called = (self._called, self._runs), name
+        self._runs = RUNS[0]
         self._count(self._running)
         if draws_weights:
             self._on_fallback([Fallback("the first call", _DRAWS_WEIGHTS, "")])
@@ -127,7 +142,15 @@ class CompiledMethods:
         self._lists.place(name)
         try:
             with self._around(), sizes:
-                result = compiled(*args, **kwargs)
+                try:
+                    result, left = compiled(*args, **kwargs), False
+                except LeftToPython:  # nothing of it has run
+                    left = True
+                if left:
+                    self._interrupts.forget()
+                    as_it_is = torch.compiler.disable(self._method(name), reason="it handles errors")
+                    self._compiled[key] = method, as_it_is
+                    result = as_it_is(*args, **kwargs)
             self._interrupts.release()
         except BaseException:
             self._interrupts.forget()
@@ -143,7 +166,7 @@ class CompiledMethods:
             self._just_read = None
             if self._observer.compilations != compilations or name in self._open_sizes.undecided:
                 self._open_sizes.note(name, (args, kwargs))
-            self._running, self._called = outer, caller
+            self._running, (self._called, self._runs) = outer, caller
         self._after()
         if timeline.present is not None:
             timeline.present.leave(name)
@@ -155,6 +178,10 @@ class CompiledMethods:
         if self._called is not None and self._called != self._just_read:
             self._lists.reconsider(self._called, self._method(self._called))
         self._just_read = None  # what is compiled next in this call may have been changed by it
+
+    def _may_leave(self) -> bool:
+        """Whether no graph of the method that is running has run."""
+        return self._running is not None and self._runs == RUNS[0]
 
     def _count(self, step: StepReport) -> None:
         step.calls += 1

@@ -213,7 +213,7 @@ class CompiledSteps(CompiledMethods):
 
     def _backward_now(self) -> tuple[Any, ...]:
         """What a loss passes on its way to torch's engine, who has put something of his own there, and who sees it."""
-        module, precision = self.module, self._precision
+        module, precision = cast(Any, self.module), self._precision
         own = vars(module)
         return (
             type(module).backward,
