@@ -193,8 +193,8 @@ class LossStep(torch.autograd.Function):
         _start(ctx, region, apart)
         ctx.loss = region.loss_output
         ctx.kept = region.keep(args)
-        outputs, ctx.gradients, ctx.finite = region.run_loss(args)
-        if ctx.finite is not None:
+        outputs, ctx.gradients, ctx.scaled = region.run_loss(args)
+        if ctx.scaled:
             assert region.scaling is not None
             ctx.scale = region.scaling.scale
         return _end(ctx, outputs, apart)
@@ -221,11 +221,11 @@ class LossStep(torch.autograd.Function):
         factor: Any = arrived[ctx.loss]
         if factor.device.type == "cpu":
             factor = factor.item()
-            if ctx.finite is None and makes_nan(factor, gradients):
+            if not ctx.scaled and makes_nan(factor, gradients):
                 return (None, None, None, *_recompute(region, kept, ctx.rng, arrived, create_graph=False))
         if keeps:
             gradients = [None if g is None else g.clone() for g in gradients]
-        if ctx.finite is None:
+        if not ctx.scaled:
             multiply([g for g in gradients if g is not None], factor)
         else:
             multiply([g for g in gradients if g is not None and g.dtype.itemsize >= 4], factor)

@@ -14,6 +14,7 @@ from torch import fx
 from lightning_ort.compiler.dynamo_words import name_of_source
 from lightning_ort.compiler.executors.executable import Executable
 from lightning_ort.compiler.global_state import GlobalState, drawing_as_traced
+from lightning_ort.compiler.loss_scale import all_finite
 from lightning_ort.compiler.reference import ForkedRNG, evaluate
 from lightning_ort.compiler.rounding import RoundingNoise
 from lightning_ort.errors import MismatchError
@@ -90,8 +91,7 @@ class FirstRun:
         results = executable.run(args if scale is None else [*args, scale])
         for _, p in executable.updates:  # which another run would write
             results[p] = results[p].clone()
-        finite = None if executable.finite is None else bool(results[executable.finite])
-        overflow = finite is not None and self._overflow(executable, reference, finite)
+        overflow = executable.scaled and self._overflow(executable, reference, results)
         try:
             if not all(torch.equal(a, b) for a, b in zip(end, ForkedRNG.state(self._device), strict=True)):
                 raise MismatchError("the step draws other random numbers in ONNX Runtime than in torch")
@@ -213,14 +213,14 @@ class FirstRun:
         wide = {i: g / scale for i, g in results.gradients.items() if args[i].dtype.itemsize >= 4}
         return dataclasses.replace(results, gradients=results.gradients | wide)
 
-    def _overflow(self, executable: Executable, reference: Results, finite: bool) -> bool:
+    def _overflow(self, executable: Executable, reference: Results, results: Sequence[torch.Tensor]) -> bool:
         """Whether a scaled loss has gradients beyond 16 bits, which cannot be compared: those of the next run can.
 
         That they are in ONNX Runtime but not in torch may come of rounding, once.
         """
-        if not all(bool(torch.isfinite(g).all()) for g in reference.gradients.values()):
+        if not all_finite([*reference.gradients.values()]):
             return True
-        if finite or executable in self._overflows:
+        if all_finite([results[p] for _, p in executable.gradients]) or executable in self._overflows:
             return False
         self._overflows.add(executable)
         return True
@@ -259,8 +259,6 @@ def _write(executable: Executable, args: Sequence[Any], source: Results, results
             results[p].copy_(source.gradients[i])
         else:
             results[p].zero_()
-    if executable.finite is not None:
-        results[executable.finite].fill_(all(bool(torch.isfinite(g).all()) for g in source.gradients.values()))
 
 
 def _names(graph: fx.GraphModule) -> dict[str, dict[int, str]]:

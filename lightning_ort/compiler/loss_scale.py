@@ -68,19 +68,7 @@ def seed_of(loss: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return scale.to(loss.dtype).reshape(loss.shape)
 
 
-def unscaled(
-    gradients: Sequence[torch.Tensor | None], scale: torch.Tensor
-) -> tuple[list[torch.Tensor | None], torch.Tensor]:
-    """Gradients of a scaled loss divided by its scale, but for 16-bit ones, which could vanish.
-
-    Returns:
-        the gradients, and a bool scalar that says whether all entries of them are finite. (Their sum is not where one
-        of them is not. Sums beyond float32, of entries all finite, count as not finite as well.)
-    """
+def unscaled(gradients: Sequence[torch.Tensor | None], scale: torch.Tensor) -> list[torch.Tensor | None]:
+    """Gradients of a scaled loss divided by its scale, but for 16-bit ones, which could vanish."""
     factor = scale.reciprocal()
-    results = [g if g is None or g.dtype.itemsize < 4 else g * factor for g in gradients]
-    total = torch.zeros_like(scale)
-    for g in results:
-        if g is not None:
-            total = total + g.to(scale.dtype).sum()
-    return results, total - total == 0
+    return [g if g is None or g.dtype.itemsize < 4 else g * factor for g in gradients]

@@ -100,7 +100,6 @@ class Widening:
             return
         traced.outputs = [self.result(o) for o in traced.outputs]
         traced.gradients = {i: self.result(g) for i, g in traced.gradients.items()}
-        traced.finite = self.result(traced.finite)
         traced.updates = {i: self.result(u) for i, u in traced.updates.items()}
         output = self._graph.output_node()
         output.args = (fx.node.map_arg(output.args[0], self.result),)

@@ -323,18 +323,15 @@ class Region:
                 tensors[position] = x
         return tensors
 
-    def run_loss(
-        self, args: Sequence[Any]
-    ) -> tuple[Sequence[torch.Tensor], list[torch.Tensor | None], torch.Tensor | None]:
-        """Outputs, the gradients of the loss by the inputs in :attr:`wanted`, and whether all of those are finite.
+    def run_loss(self, args: Sequence[Any]) -> tuple[Sequence[torch.Tensor], list[torch.Tensor | None], bool]:
+        """Outputs, the gradients of the loss by the inputs in :attr:`wanted`, and whether the loss was scaled.
 
-        Where losses are not scaled, the latter is ``None``; where they are, gradients of 16-bit inputs stay scaled.
+        Where it was, gradients of 16-bit inputs stay scaled.
         """
         assert self._loss is not None
         executable = self._loss
         results = self._execute(executable, args, {self.loss_output: None}, self._scale())
-        finite = None if executable.finite is None else results[executable.finite]
-        return self._layout.unique(results), executable.gradients_of(results, self.wanted), finite
+        return self._layout.unique(results), executable.gradients_of(results, self.wanted), executable.scaled
 
     def _scale(self) -> torch.Tensor | None:
         """The scale of the loss, the last input of a graph that computes its gradients."""

@@ -62,8 +62,8 @@ class Traced:
     """input number to its gradient, or ``None`` when the outputs do not depend on it"""
     updates: dict[int, fx.Node]
     """input number to the value which the region leaves in that tensor"""
-    finite: fx.Node | None = None
-    """whether all gradients are finite, where the loss is scaled"""
+    scaled: bool = False
+    """the loss is scaled; gradients of 16-bit inputs stay so"""
 
     @property
     def graph(self) -> fx.Graph:
@@ -174,7 +174,6 @@ def trace(
         if any(isinstance(x, torch.Tensor) and x.requires_grad and i not in tracked for i, x in enumerate(local)):
             raise Untraceable("a tensor gets values in place that require a gradient")
         gradients: Sequence[Any] = ()
-        finite = None
         changes = [x._version for x in local if isinstance(x, torch.Tensor)]
         if wanted:
             roots = [outputs[i] for i in differentiated]
@@ -186,12 +185,12 @@ def trace(
                     "layers under torch.utils.checkpoint change a buffer again when gradients are computed"
                 )
             if scaled:
-                gradients, finite = unscaled(gradients, tangents[0])
-        flat = [*outputs, *gradients, *local, finite]
+                gradients = unscaled(gradients, tangents[0])
+        flat = [*outputs, *gradients, *local]
         return [x.detach() if isinstance(x, torch.Tensor) else x for x in flat]
 
     module = functional_graph(joint, region, list(fakes), tangent_fakes, grad=grad, native=native)
-    return _signature(module, fakes, wanted, differentiated if tangent_fakes else (), native)
+    return _signature(module, fakes, wanted, differentiated if tangent_fakes else (), native, scaled)
 
 
 _CHANGED = "a tensor that requires a gradient is changed in place"
@@ -226,7 +225,12 @@ def _tangents(region: fx.GraphModule, outputs: Sequence[int]) -> list[torch.Tens
 
 
 def _signature(
-    module: fx.GraphModule, fakes: Sequence[Any], wanted: Sequence[int], differentiated: Sequence[int], native: bool
+    module: fx.GraphModule,
+    fakes: Sequence[Any],
+    wanted: Sequence[int],
+    differentiated: Sequence[int],
+    native: bool,
+    scaled: bool,
 ) -> Traced:
     graph = module.graph
     _refuse_complex(graph)
@@ -237,7 +241,7 @@ def _signature(
     for placeholder, fake in zip(inputs, fakes, strict=True):
         if isinstance(fake, torch.nn.Parameter):
             placeholder.meta["weight"] = True
-    *flat, finite = graph.output_node().args[0]
+    flat = graph.output_node().args[0]
     start = len(flat) - len(fakes) - len(wanted)
     outputs, gradients, left = flat[:start], flat[start : start + len(wanted)], flat[start + len(wanted) :]
     # by way of .data or of an operator that autograd's count of changes leaves out
@@ -248,7 +252,7 @@ def _signature(
         for i, (placeholder, value) in enumerate(zip(inputs, left, strict=True))
         if isinstance(value, fx.Node) and value is not placeholder and isinstance(fakes[i], torch.Tensor)
     }
-    graph.output_node().args = ((list(outputs), list(gradients), list(updates.values()), finite),)
+    graph.output_node().args = ((list(outputs), list(gradients), list(updates.values())),)
     graph.eliminate_dead_code()
     return Traced(
         module=module,
@@ -258,7 +262,7 @@ def _signature(
         outputs=list(outputs),
         gradients=dict(zip(wanted, gradients, strict=True)),
         updates=updates,
-        finite=finite,
+        scaled=scaled,
     )
 
 

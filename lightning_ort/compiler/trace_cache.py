@@ -198,5 +198,4 @@ def copied(traced: Traced) -> Traced:
         outputs=own(traced.outputs),
         gradients=own(traced.gradients),
         updates=own(traced.updates),
-        finite=own(traced.finite),
     )

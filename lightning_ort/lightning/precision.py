@@ -277,7 +277,7 @@ def is_closed(loss: torch.Tensor) -> bool:
                 pending += node.next_functions
         else:
             # a graph of gradients by themselves has no loss to scale
-            if getattr(node, "finite", None) is None or node.gradients is None:
+            if not getattr(node, "scaled", False) or node.gradients is None:
                 return False
             if node.positions.get(output) != node.loss or not _ends(node):
                 return False

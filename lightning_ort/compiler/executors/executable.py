@@ -107,22 +107,21 @@ class Executable(Account, ABC):
         gradients: (input number, position) of the gradients that exist; a position that occurs again, or that is an
             output as well, is marked by ``shared``.
         shared: input numbers whose gradient must be copied before it is handed out.
-        finite: position of the bool scalar that says whether all gradients are finite, where the loss is scaled.
+        scaled: the loss is scaled, and so are gradients of 16-bit inputs.
     """
 
     def __init__(self, traced: Traced, extra: Sequence[fx.Node] = ()) -> None:
         inputs = [*traced.inputs, *traced.tangents.values(), *traced.draws]
         tensors = [o for o in traced.outputs if isinstance(o, fx.Node) and not is_number(o)]
         gradients = {i: g for i, g in traced.gradients.items() if isinstance(g, fx.Node)}
-        flags = [traced.finite] if traced.finite is not None else []
-        others = list(dict.fromkeys([*tensors, *extra, *traced.updates.values(), *flags]))
+        others = list(dict.fromkeys([*tensors, *extra, *traced.updates.values()]))
         own = [g for g in dict.fromkeys(gradients.values()) if g not in others]
         position = {n: i for i, n in enumerate([*others, *own])}
         self.has_draws = bool(traced.draws)
         self.has_numbers = any(is_number(o) if isinstance(o, fx.Node) else o is not None for o in traced.outputs)
         self.outputs = [position[o] if isinstance(o, fx.Node) and not is_number(o) else None for o in traced.outputs]
         self.extra = [position[n] for n in extra]
-        self.finite = position[traced.finite] if traced.finite is not None else None
+        self.scaled = traced.scaled
         self.updates = [(i, position[n]) for i, n in traced.updates.items()]
         self.gradients = [(i, position[g]) for i, g in gradients.items()]
         seen: set[int] = set(range(len(others)))

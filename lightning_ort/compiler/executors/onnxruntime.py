@@ -54,7 +54,7 @@ class ORTExecutable(Executable):
         others, own, sizes, device = results.others, results.own, results.sizes, self._sessions.device
         # who watches the sessions tells results by their addresses
         self._kept = {} if self._sessions.is_watched else kept_buffers(others, device)
-        into_inputs = {p for _, p in self.updates} - {*self.outputs, *self.extra, self.finite}
+        into_inputs = {p for _, p in self.updates} - {*self.outputs, *self.extra}
         self._given_out = [i for i in self._kept if i not in into_inputs]  # the others are copied from by the region
         self._allocate = allocator([n for i, n in enumerate(others) if i not in self._kept], sizes, device)
         self._allocate_gradients = pooled_allocator(own, device) or allocator(own, sizes, device)
