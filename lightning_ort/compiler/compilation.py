@@ -135,7 +135,7 @@ class Compilation:
         # inductor wants fake values of its own time
         of = (self._graph, self._fakes, self._global_state, *request)
         key = None if executor == "inductor" else TraceKey.of(*of, gradients=derivative is not Derivative.NONE)
-        traced = None if key is None else TRACES.get(key)
+        traced = None if key is None else TRACES.get(key, self._fakes, self._context.fake_mode)
         spare = None
         if traced is None:
             traced = self._trace(derivative, differentiated, native=native)

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import hashlib
+import json
+import os
+import sys
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+import onnxruntime
 import torch
 from torch import fx
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_ort._version import __version__
 from lightning_ort.compiler.global_state import GlobalState
 from lightning_ort.compiler.trace import Traced
+from lightning_ort.compiler.trace_files import NotWritable, decoded, encoded
+from lightning_ort.files.cache import Cache
 from lightning_ort.runtime.memory import storage_key
 
 __all__ = ["TRACES", "TraceCache", "TraceKey", "copied", "size_facts"]
@@ -34,6 +47,13 @@ class TraceKey:
 
     parts: Hashable
     targets: tuple[Any, ...] = dataclasses.field(compare=False)
+
+    @property
+    def name(self) -> str | None:
+        """What later processes find the trace by; ``None`` where they could not tell that a function is the same."""
+        if not all(map(_lasting_name, self.targets)):
+            return None
+        return hashlib.sha256(repr((self.parts, _versions())).encode()).hexdigest()
 
     @classmethod
     def of(
@@ -63,6 +83,12 @@ class TraceKey:
             torch.backends.cuda.flash_sdp_enabled(),
             torch.backends.cuda.mem_efficient_sdp_enabled(),
             torch.backends.cuda.math_sdp_enabled(),
+            torch.backends.mha.get_fastpath_enabled(),
+            (
+                torch.backends.opt_einsum.is_available(),
+                torch.backends.opt_einsum.enabled,
+                torch.backends.opt_einsum.strategy,
+            ),
             tuple(sorted(global_state.autocast.items(), key=str)),
             global_state.dtype,
         )
@@ -71,6 +97,54 @@ class TraceKey:
 
 class _UnknownError(Exception):
     """Something that cannot be compared."""
+
+
+class _Function:
+    """A function that a graph calls, equal to itself alone; its text is the same in later processes."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Function) and other._function is self._function
+
+    def __hash__(self) -> int:
+        return id(self._function)
+
+    def __repr__(self) -> str:
+        return _lasting_name(self._function)
+
+
+def _lasting_name(function: Any) -> str:
+    """By which a function of torch or Python is known in another process with the same versions, or an empty text."""
+    if isinstance(function, OpOverload):
+        return str(function) if function.namespace in ("aten", "prims") else ""
+    if isinstance(function, HigherOrderOperator):
+        return (
+            f"{type(function).__module__}.{function.name()}" if type(function).__module__.startswith("torch.") else ""
+        )
+    owner = getattr(function, "__objclass__", None) or getattr(function, "__self__", None)
+    module = getattr(function, "__module__", None) or (owner.__module__ if isinstance(owner, type) else "")
+    name = getattr(function, "__qualname__", "")
+    known = module in ("_operator", "builtins", "math") or module.partition(".")[0] == "torch"
+    return f"{module}.{name}" if known and name and "<" not in name else ""
+
+
+@functools.cache
+def _versions() -> tuple[Any, ...]:
+    """Who makes traces: these versions, on such a processor, by these lines."""
+    folder = Path(__file__).parent
+    sources = sorted(folder.rglob("*.py"))
+    lines = [
+        (str(p.relative_to(folder)), s.st_size, s.st_mtime_ns)
+        for p, s in zip(sources, map(os.stat, sources), strict=True)
+    ]
+    return (
+        __version__, torch.__version__, onnxruntime.__version__, sys.version, sys.platform,
+        torch.backends.cpu.get_cpu_capability(), torch.backends.mkldnn.is_available(), lines,
+    )  # fmt: skip
 
 
 def _described_module(module: fx.GraphModule, targets: list[Any]) -> Hashable:
@@ -82,7 +156,7 @@ def _described_module(module: fx.GraphModule, targets: list[Any]) -> Hashable:
             if isinstance(node.target, FunctionType) and not node.target.__module__.startswith("torch."):
                 raise _UnknownError  # what a user's function computes follows from more than what it is
             targets.append(node.target)
-            rows.append(id(node.target))
+            rows.append(_Function(node.target))
         elif node.op == "get_attr":
             rows.append(_described_attribute(module, node.target, targets))
         elif node.op == "call_module":
@@ -141,21 +215,46 @@ def size_facts(mode: Any) -> tuple[Any, ...]:
 
 
 class TraceCache:
-    """Keeps copies of traces, the latest ones, and gives out copies: executors rewrite what they get."""
+    """Keeps copies of traces, the latest ones, and gives out copies: executors rewrite what they get.
+
+    Those that have a form as text are kept on disk as well, for later processes.
+    """
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Hashable, tuple[TraceKey, Traced]] = OrderedDict()
+        self._cache = Cache("traces", largest=16 << 20)
 
-    def get(self, key: TraceKey) -> Traced | None:
-        """A copy of the trace of ``key``, if there is one."""
+    def get(self, key: TraceKey, fakes: Sequence[Any], mode: FakeTensorMode | None) -> Traced | None:
+        """A copy of the trace of ``key``, whose inputs are ``fakes`` of ``mode``, if there is one."""
         found = self._kept.get(key.parts)
-        if found is None:
+        if found is not None:
+            self._kept.move_to_end(key.parts)
+            return copied(found[1])
+        name = key.name if _reads() else None
+        entry = None if name is None else self._cache.read(name)
+        text = None if entry is None else entry.get("trace")
+        if mode is None or entry is None or not isinstance(text, str) or entry.get("sum") != _sum(text):
             return None
-        self._kept.move_to_end(key.parts)
-        return copied(found[1])
+        facts = size_facts(mode)
+        try:
+            traced = decoded(json.loads(text), fakes, mode)
+        except (NotWritable, ValueError, RecursionError):
+            return None
+        if size_facts(mode) != facts:  # a trace that is kept assumes nothing about sizes
+            return None
+        self._keep(key, copied(traced))
+        return traced
 
     def put(self, key: TraceKey, traced: Traced) -> None:
         """Keep ``traced``, which nobody may rewrite any more."""
+        self._keep(key, traced)
+        name = key.name if _reads() else None
+        if name is not None:
+            with contextlib.suppress(NotWritable, ValueError):
+                text = json.dumps(encoded(traced))
+                self._cache.write(name, {"trace": text, "sum": _sum(text)})
+
+    def _keep(self, key: TraceKey, traced: Traced) -> None:
         self._kept[key.parts] = key, traced
         nodes = sum(len(kept.graph.nodes) for _, kept in self._kept.values())
         while nodes > _NODES and self._kept:
@@ -171,6 +270,14 @@ class TraceCache:
 
 
 TRACES = TraceCache()
+
+
+def _reads() -> bool:
+    return os.environ.get("LIGHTNING_ORT_MEASURE", "1") != "0"
+
+
+def _sum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def copied(traced: Traced) -> Traced:

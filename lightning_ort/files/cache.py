@@ -23,6 +23,7 @@ __all__ = ["KINDS", "Cache", "cache_folder"]
 KINDS = {
     "choices": "who runs a graph fastest",
     "sizes": "which sizes of batches change",
+    "traces": "operators of a graph and of its gradients",
 }
 """names of the kinds of entries, and what an entry says"""
 
@@ -30,8 +31,6 @@ _FOLDER, _SIZE = "LIGHTNING_ORT_CACHE_DIR", "LIGHTNING_ORT_CACHE_SIZE"
 _DEFAULT_SIZE = 64 << 20
 _BLOCK = 4096
 """bytes that a small file takes"""
-_LARGEST = 1 << 20
-"""bytes of a file that is read"""
 
 
 def cache_folder() -> Path:
@@ -72,9 +71,11 @@ class Cache:
 
     Attributes:
         kind: name of the kind, one of :data:`KINDS`, and of the folder of its entries.
+        largest: bytes of an entry that is read.
     """
 
     kind: str
+    largest: int = 1 << 20
 
     @property
     def folder(self) -> Path:
@@ -86,7 +87,7 @@ class Cache:
         try:
             path = self.folder / f"{key}.json"
             status = path.stat()
-            if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:  # a pipe would be waited for
+            if not stat.S_ISREG(status.st_mode) or status.st_size > self.largest:  # a pipe would be waited for
                 return None
             content = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
