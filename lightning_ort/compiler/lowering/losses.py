@@ -140,8 +140,8 @@ def log_softmax_backward(g: GraphBuilder, node: fx.Node, grad: fx.Node, out: fx.
         if weight is None and _is_one(g.operand(incoming, kind)):
             minus_ones = g.op("Neg", targets.ones)
         else:
-            # NaN where that is infinite, as a difference of two infinities is: a product would be infinite, and could be
-            # clipped to a number
+            # NaN where that is infinite, as a difference of two infinities is: a product would be infinite, and could
+            # be clipped to a number
             minus_ones = g.op("Sub", g.op("Sub", falls, falls), targets.ones)
         errors = g.op("ScatterElements", probabilities, targets.index, minus_ones, axis=dim % rank, reduction="add")
         result = g.op("Mul", errors, falls)
