@@ -91,6 +91,7 @@ class TraceKey:
             ),
             tuple(sorted(global_state.autocast.items(), key=str)),
             global_state.dtype,
+            str(torch.get_default_device()),
         )
         return cls((code, inputs, settings, repr(request)), tuple(targets))
 

@@ -17,16 +17,12 @@ from lightning_ort.compiler.global_state import GlobalState, drawing_as_traced
 from lightning_ort.compiler.reference import ForkedRNG
 from lightning_ort.errors import CompilationError, RefusedValueError
 
-__all__ = ["RUNS", "Frames", "Located", "behind", "frames_in"]
+__all__ = ["Frames", "Located", "behind", "frames_in"]
 
 Frames = Sequence[tuple[str, int, str]]
 """File, line and function of calls, outermost first."""
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in (\S+)$', re.MULTILINE)
-
-
-RUNS = [0]
-"""how many regions have been called"""
 
 
 class Located:
@@ -47,7 +43,6 @@ class Located:
         self._open: OpenResults | None = OpenResults(graph)  # until it has run once: then what follows is compiled
 
     def __call__(self, *args: Any) -> Any:
-        RUNS[0] += 1
         try:
             results = self._run(*args)
             if self._open is not None:

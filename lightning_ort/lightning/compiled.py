@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
+import sysconfig
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +23,6 @@ from lightning_ort.compiler.executors.executable import Account
 from lightning_ort.compiler.handlers import LeftToPython
 from lightning_ort.compiler.plain_values import left_to_python
 from lightning_ort.compiler.plan import Fallback
-from lightning_ort.compiler.user_errors import RUNS
 from lightning_ort.lightning.growing_lists import GrowingLists
 from lightning_ort.lightning.interrupts import Interrupts
 from lightning_ort.lightning.open_sizes import OpenSizes
@@ -53,14 +56,19 @@ def _weak(method: Callable[[Any], None]) -> Callable[[Any], None]:
     return call
 
 
-def _weakly_told(method: Callable[[], bool]) -> Callable[[], bool]:
-    reference = weakref.WeakMethod(method)
+def _nothing_has_run() -> bool:
+    """Whether what Dynamo compiles is a method as a whole, called by :class:`CompiledMethods`, and no part of it runs."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not CompiledMethods.__call__.__code__:
+        file = frame.f_code.co_filename
+        if not file.startswith(_COMPILERS) and (not file.startswith(_STANDARD) or "site-packages" in file):
+            return False
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
-    def call() -> bool:
-        method = reference()
-        return method is not None and method()
 
-    return call
+_COMPILERS = (os.path.dirname(torch.__file__), str(Path(__file__).parents[1]))
+_STANDARD = sysconfig.get_path("stdlib")
 
 
 class CompiledMethods:
@@ -92,8 +100,7 @@ class CompiledMethods:
         # names of the method that is running, and of the one that was read in this call
         self._called: str | None = None
         self._just_read: str | None = None
-        self._runs = 0  # of regions, when the method was called
-        backend.may_leave = _weakly_told(self._may_leave)
+        backend.may_leave = _nothing_has_run
         self._trainer: pl.Trainer | None = None
         self._device = "cpu"
 
@@ -130,8 +137,7 @@ class CompiledMethods:
         if draws_weights:
             compiled = torch.compiler.disable(self._method(name), reason=_DRAWS_WEIGHTS)
         outer, self._running = self._running, self.report.step(f"{self._prefix}{name}")
-        caller, self._called = (self._called, self._runs), name
-        self._runs = RUNS[0]
+        caller, self._called = self._called, name
         self._count(self._running)
         if draws_weights:
             self._on_fallback([Fallback("the first call", _DRAWS_WEIGHTS, "")])
@@ -166,7 +172,7 @@ class CompiledMethods:
             self._just_read = None
             if self._observer.compilations != compilations or name in self._open_sizes.undecided:
                 self._open_sizes.note(name, (args, kwargs))
-            self._running, (self._called, self._runs) = outer, caller
+            self._running, self._called = outer, caller
         self._after()
         if timeline.present is not None:
             timeline.present.leave(name)
@@ -178,10 +184,6 @@ class CompiledMethods:
         if self._called is not None and self._called != self._just_read:
             self._lists.reconsider(self._called, self._method(self._called))
         self._just_read = None  # what is compiled next in this call may have been changed by it
-
-    def _may_leave(self) -> bool:
-        """Whether no graph of the method that is running has run."""
-        return self._running is not None and self._runs == RUNS[0]
 
     def _count(self, step: StepReport) -> None:
         step.calls += 1

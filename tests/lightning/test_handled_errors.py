@@ -147,7 +147,21 @@ class Breaks(Handles):
     breaks = True
 
 
-def test_a_step_of_which_a_part_has_run_is_not_made_again():
+class Counts(Handles):
+    """Does something that is no part of a graph, before all else."""
+
+    count = 0
+
+    def training_step(self, batch, batch_idx):
+        self.count += 1
+        torch._dynamo.graph_break()
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("kind", [Breaks, Counts])
+def test_a_step_of_which_a_part_has_run_is_not_made_again(kind):
     """Torch's error is raised, as documented."""
+    module = kind(cholesky)
     with pytest.raises(torch.linalg.LinAlgError):
-        fit(lambda: Breaks(cholesky), rows, strategy=STRATEGY)
+        fit(lambda: module, rows, strategy=STRATEGY)
+    assert getattr(module, "count", 3) == 3
