@@ -57,7 +57,7 @@ def _weak(method: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _nothing_has_run() -> bool:
-    """Whether what Dynamo compiles is a method as a whole, called by :class:`CompiledMethods`, and no part of it runs."""
+    """Whether Dynamo compiles a method as a whole, which :class:`CompiledMethods` calls: no part of it has run."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not CompiledMethods.__call__.__code__:
         file = frame.f_code.co_filename

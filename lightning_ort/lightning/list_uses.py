@@ -9,8 +9,6 @@ import ast
 import builtins
 import dis
 import functools
-import inspect
-import linecache
 import re
 import sys
 import sysconfig
@@ -22,6 +20,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from lightning_ort.compiler.dynamo import LIBRARIES
+from lightning_ort.lightning.function_source import body_of, codes_in
 
 __all__ = ["ListUses", "uses_of_lists"]
 
@@ -35,7 +34,6 @@ _ENTRIES = frozenset({"get", "pop", "setdefault"})
 _ANYTHING = frozenset({"__dict__", "__getattribute__", "__getstate__", "attrgetter", "methodcaller"})
 _ANYTHING_BUILTIN = frozenset({"eval", "exec", "vars"})
 """names by which code reaches attributes that it does not name"""
-_FUTURE_ANNOTATIONS = annotations.compiler_flag
 _CONTAINERS = (list, tuple, set, frozenset, dict)
 _HOOKS = (
     "backward",
@@ -84,16 +82,9 @@ def uses_of_lists(module: nn.Module, method: Callable[..., Any]) -> ListUses:
     return ListUses(uses.allowed_lists(), uses.allowed_dictionaries())
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
-
-
 def _loaded(code: types.CodeType, is_such: Callable[[str], bool]) -> Counter[str]:
     """How often instructions of such names load each name."""
-    return Counter(str(i.argval) for c in _codes(code) for i in dis.get_instructions(c) if is_such(i.opname))
+    return Counter(str(i.argval) for c in codes_in(code) for i in dis.get_instructions(c) if is_such(i.opname))
 
 
 def _is_global(instruction: str) -> bool:
@@ -147,7 +138,7 @@ class _Reached:
             self._add(getattr(function, "__wrapped__", None))
             if not of_user:
                 continue
-            names = {name for code in _codes(function.__code__) for name in code.co_names}
+            names = {name for code in codes_in(function.__code__) for name in code.co_names}
             package = function.__globals__.get("__package__")
             for name in names:
                 self._add_name(name)
@@ -245,13 +236,13 @@ class _Uses:
 
     def read(self, function: types.FunctionType) -> None:
         """Look at every attribute that ``function`` loads."""
-        codes = list(_codes(function.__code__))
+        codes = list(codes_in(function.__code__))
         names = {name for code in codes for name in code.co_names}
         global_names = _loaded(function.__code__, _is_global)
         if names & _ANYTHING or global_names.keys() & _ANYTHING_BUILTIN:
             self.refuses_all = True
         loads = _loaded(function.__code__, _is_attribute)
-        body = _source(function)
+        body = body_of(function)
         if body is None:
             self._refuse(loads)
             self.refuses_all |= "getattr" in global_names
@@ -307,73 +298,6 @@ def _without(names: set[str], refused: set[str]) -> frozenset[str]:
     return frozenset(n for n in names - refused if not any(p.fullmatch(n) for p in patterns))
 
 
-def _source(function: types.FunctionType) -> list[ast.stmt] | None:
-    """Body of a function, parsed; ``None`` where there is no source, or another than the function was made of."""
-    code = function.__code__
-    try:
-        # not inspect.getsource, which looks at every module there is
-        lines = linecache.getlines(code.co_filename, function.__globals__)
-        source = "".join(inspect.getblock(lines[code.co_firstlineno - 1 :]))
-        tree = ast.parse(f"if True:\n{source}" if source[:1].isspace() else source)
-        future = code.co_flags & _FUTURE_ANNOTATIONS
-        compiled = compile(tree, "<source>", "exec", flags=future, dont_inherit=True)
-    except (SyntaxError, ValueError, IndexError):
-        return None
-    match tree.body:
-        case [ast.FunctionDef() | ast.AsyncFunctionDef() as definition]:
-            body = definition.body
-            bodies = [c for c in compiled.co_consts if isinstance(c, types.CodeType) and c.co_name == code.co_name][-1:]
-        case [ast.If(body=[ast.FunctionDef() | ast.AsyncFunctionDef() as definition])]:
-            body = definition.body
-            bodies = [c for c in compiled.co_consts if isinstance(c, types.CodeType) and c.co_name == code.co_name][-1:]
-        case _:
-            lambdas = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda)]
-            bodies = [c for c in _codes(compiled) if c.co_name == code.co_name]
-            if len(lambdas) != 1 or code.co_name != "<lambda>":
-                return None
-            body = [ast.Return(lambdas[0].body)]
-    return body if len(bodies) == 1 and _is_same(bodies[0], code) else None
-
-
-def _is_same(compiled: types.CodeType, running: types.CodeType) -> bool:
-    """Whether two codes do the same; around one of them are the function, class and file that it was written in.
-
-    These change how names are found. The file may be another than the one that was imported.
-    """
-    a, b = _instructions(compiled), _instructions(running)
-    return len(a) == len(b) and all(
-        x == y or (x[0] == y[0] and isinstance(y[1], str) and y[1].startswith("_") and y[1].endswith(str(x[1])))
-        for x, y in zip(a, b, strict=True)
-    )
-
-
-_PLUMBING = frozenset(
-    {"CACHE", "COPY_FREE_VARS", "EXTENDED_ARG", "LOAD_CLOSURE", "MAKE_CELL", "NOP", "NOT_TAKEN", "PUSH_NULL", "RESUME"}
-    | {"BUILD_TUPLE", "SET_FUNCTION_ATTRIBUTE"}
-)
-"""instructions that are there, or more often, for the sake of variables of functions around"""
-_NAMED = re.compile(r"(LOAD|STORE|DELETE)_(GLOBAL|NAME|DEREF|FAST|CLASSDEREF|FAST_CHECK|FAST_BORROW|FROM_DICT_OR_\w+)$")
-
-
-def _instructions(code: types.CodeType) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for part in _codes(code):
-        for i in dis.get_instructions(part):
-            named = _NAMED.match(i.opname)
-            if i.opname in _PLUMBING:
-                continue
-            if named:
-                found.append((named[1], i.argval))
-            elif isinstance(i.argval, types.CodeType) or i.opcode in _JUMPS or i.opname == "MAKE_FUNCTION":
-                found.append((i.opname, None))
-            else:
-                found.append((i.opname.replace("METHOD", "ATTR"), i.argval))  # of modules, which are imported around it
-    return found
-
-
-_JUMPS = frozenset({*dis.hasjrel, *dis.hasjabs})
-
-
 class _Scope:
     """The source of a function, with the place of each node.
 
@@ -384,7 +308,7 @@ class _Scope:
         self._nodes = [node for statement in body for node in ast.walk(statement)]
         self.parents = {child: node for node in self._nodes for child in ast.iter_child_nodes(node)}
         self._globals = function.__globals__
-        self._locals = {n for code in _codes(function.__code__) for n in (*code.co_varnames, *code.co_cellvars)}
+        self._locals = {n for code in codes_in(function.__code__) for n in (*code.co_varnames, *code.co_cellvars)}
         self._locals.update(function.__code__.co_freevars)
         self._private = {n for n in names if n.startswith("_") and "__" in n[1:]}
 
