@@ -29,6 +29,12 @@ pytestmark = pytest.mark.stock_only
 EYE = torch.eye(3, dtype=torch.float64)
 
 
+@pytest.fixture(autouse=True)
+def checking(monkeypatch):
+    """As in a process in which nobody has called ``torch.compile`` by himself."""
+    monkeypatch.setattr(Distribution, "_validate_args", True)
+
+
 def rows():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(24, 6, dtype=torch.float64, generator=generator)
