@@ -130,7 +130,15 @@ def _lasting_name(function: Any) -> str:
     module = getattr(function, "__module__", None) or (owner.__module__ if isinstance(owner, type) else "")
     name = getattr(function, "__qualname__", "")
     known = module in ("_operator", "builtins", "math") or module.partition(".")[0] == "torch"
-    return f"{module}.{name}" if known and name and "<" not in name else ""
+    if not known or not name:
+        return ""
+    return f"{module}.{name}" if "<" not in name else _functional().get(id(function), "")
+
+
+@functools.cache
+def _functional() -> dict[int, str]:
+    """Names of torch's functions of layers, of which those with two forms, such as poolings, are made by another."""
+    return {id(x): f"torch.nn.functional.{name}" for name, x in vars(torch.nn.functional).items() if callable(x)}
 
 
 @functools.cache

@@ -84,6 +84,7 @@ FUNCTIONS = {
     "attention": lambda x: F.scaled_dot_product_attention(*3 * [x.view(1, 2, 2, 6)], is_causal=True).square().sum(),
     "changed": changed,
     "types": lambda x: (x.double().sum(), x.to(torch.bfloat16).float().mean(), (x > 0).sum()),
+    "pooled": lambda x: F.max_pool2d(x.view(1, 1, 4, 6), 2).square().sum(),
     "drawn": lambda x: (x * torch.rand_like(x) + torch.randn(6)).sum() + torch.randint(0, 9, (3,)).sum(),
 }  # fmt: skip
 
