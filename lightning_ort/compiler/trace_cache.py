@@ -30,6 +30,7 @@ from lightning_ort.runtime.memory import storage_key
 
 __all__ = ["TRACES", "TraceCache", "TraceKey", "copied", "size_facts"]
 
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _LARGEST_CONSTANT = 1 << 14
 """entries of a tensor in a graph, up to which its values are compared"""
 _NODES = 30_000
@@ -123,9 +124,8 @@ def _lasting_name(function: Any) -> str:
     if isinstance(function, OpOverload):
         return str(function) if function.namespace in ("aten", "prims") else ""
     if isinstance(function, HigherOrderOperator):
-        return (
-            f"{type(function).__module__}.{function.name()}" if type(function).__module__.startswith("torch.") else ""
-        )
+        module = type(function).__module__
+        return f"{module}.{function.name()}" if module.startswith("torch.") else ""
     owner = getattr(function, "__objclass__", None) or getattr(function, "__self__", None)
     module = getattr(function, "__module__", None) or (owner.__module__ if isinstance(owner, type) else "")
     name = getattr(function, "__qualname__", "")
@@ -145,11 +145,8 @@ def _functional() -> dict[int, str]:
 def _versions() -> tuple[Any, ...]:
     """Who makes traces: these versions, on such a processor, by these lines."""
     folder = Path(__file__).parent
-    sources = sorted(folder.rglob("*.py"))
-    lines = [
-        (str(p.relative_to(folder)), s.st_size, s.st_mtime_ns)
-        for p, s in zip(sources, map(os.stat, sources), strict=True)
-    ]
+    files = [(path, path.stat()) for path in sorted(folder.rglob("*.py"))]
+    lines = [(str(path.relative_to(folder)), status.st_size, status.st_mtime_ns) for path, status in files]
     return (
         __version__, torch.__version__, onnxruntime.__version__, sys.version, sys.platform,
         torch.backends.cpu.get_cpu_capability(), torch.backends.mkldnn.is_available(), lines,
@@ -162,7 +159,7 @@ def _described_module(module: fx.GraphModule, targets: list[Any]) -> Hashable:
     for node in module.graph.nodes:
         rows.append(node.meta.get("stack_trace"))
         if node.op == "call_function":
-            if isinstance(node.target, FunctionType) and not node.target.__module__.startswith("torch."):
+            if isinstance(node.target, FunctionType) and not node.target.__code__.co_filename.startswith(_TORCH):
                 raise _UnknownError  # what a user's function computes follows from more than what it is
             targets.append(node.target)
             rows.append(_Function(node.target))

@@ -260,9 +260,12 @@ class _Reader:
             if not found.isidentifier() or hasattr(torch.nn.Module, found):
                 raise NotWritable(found)
             setattr(self._module, found, _constant(*constant))
-        elif op not in ("placeholder", "output"):
+        elif op not in ("placeholder", "output") or not found.isidentifier():
             raise NotWritable(op)
-        node = self._graph.create_node(op, found, self._value(args), self._value(kwargs), name=name)
+        named = self._value(kwargs)
+        if not all(key.isidentifier() for key in named):  # these become code as they are
+            raise NotWritable("names of arguments")
+        node = self._graph.create_node(op, found, self._value(args), named, name=name)
         if "val" in meta:
             node.meta["val"] = self._val(meta["val"])
         for key in ("stack_trace", "original_aten"):
@@ -272,7 +275,7 @@ class _Reader:
         if "weight" in meta:
             node.meta["weight"] = True
         if "divisor" in meta:
-            node.meta["divisor"] = meta["divisor"]
+            node.meta["divisor"] = None if meta["divisor"] is None else float(meta["divisor"])
         return node
 
     def _value(self, value: Any) -> Any:

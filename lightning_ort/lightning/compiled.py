@@ -67,7 +67,7 @@ def _nothing_has_run() -> bool:
     return frame is not None
 
 
-_COMPILERS = (os.path.dirname(torch.__file__), str(Path(__file__).parents[1]))
+_COMPILERS = tuple(os.path.join(folder, "") for folder in (os.path.dirname(torch.__file__), Path(__file__).parents[1]))
 _STANDARD = sysconfig.get_path("stdlib")
 
 

@@ -179,6 +179,8 @@ HOSTILE = {
     "another namespace": lambda t: t["nodes"][-2].__setitem__(2, "os.system.default"),
     "an attribute": lambda t: t["nodes"][-2].__setitem__(2, "aten.__class__.default"),
     "another operation": lambda t: t["nodes"][-2].__setitem__(0, "call_method"),
+    "an argument with code": lambda t: t["nodes"][0].__setitem__(2, "x=print('called')"),
+    "a name with code": lambda t: t["nodes"][-2].__setitem__(4, {"dict": [["x=print('called'), y", 1]]}),
     "no node": lambda t: t["nodes"][-1].__setitem__(3, {"node": 10_000}),
     "another kind": lambda t: t["nodes"][-1].__setitem__(3, {"dtype": "load"}),
     "fewer inputs": lambda t: t["results"].__setitem__("inputs", []),
