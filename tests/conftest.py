@@ -91,6 +91,12 @@ def measuring(monkeypatch, tmp_path):
 
 
 @pytest.fixture
+def checked_distributions(monkeypatch):
+    """As in a process in which nobody has called ``torch.compile`` by himself, which switches their checks off."""
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
+
+
+@pytest.fixture
 def two_threads():
     """Two threads of torch, also where pytest-xdist gives each test one."""
     before = torch.get_num_threads()

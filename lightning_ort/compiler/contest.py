@@ -23,7 +23,7 @@ from lightning_ort.compiler.executors.channels_last import CHANNELS_LAST
 from lightning_ort.compiler.executors.onnxruntime import ONE_THREAD
 from lightning_ort.compiler.global_state import GlobalState
 from lightning_ort.compiler.symbolic_shapes import hint
-from lightning_ort.files.cache import Cache
+from lightning_ort.files.cache import Cache, is_in_use
 from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.runtime.memory import release_free_memory
 from lightning_ort.validation import first_line
@@ -91,8 +91,7 @@ def measures(config: RuntimeConfig, device: torch.device) -> bool:
 
 def learns() -> bool:
     """Whether what is compiled may follow from what was found on this machine, and not from the program alone."""
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    return not deterministic and os.environ.get("LIGHTNING_ORT_MEASURE", "1") != "0"
+    return is_in_use() and not torch.are_deterministic_algorithms_enabled()
 
 
 def race(runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from lightning_ort.compiler.dynamo import LIBRARIES
 from lightning_ort.compiler.dynamo_words import source_line
 from lightning_ort.compiler.executors.channels_last import CHANNELS_LAST
 from lightning_ort.compiler.executors.executable import Account, Executable
+from lightning_ort.files.cache import is_in_use
 from lightning_ort.report import GraphReport
 from lightning_ort.runtime.config import RuntimeConfig
 
@@ -96,6 +96,6 @@ def _why(account: Account, choice: Choice | None, config: RuntimeConfig, fakes: 
         return "nothing is measured on a GPU"
     if torch.are_deterministic_algorithms_enabled():
         return "deterministic=True asks for a choice by the graph alone; nothing was measured"
-    if os.environ.get("LIGHTNING_ORT_MEASURE", "1") == "0":
+    if not is_in_use():
         return "LIGHTNING_ORT_MEASURE=0 asks for a choice by the graph alone; nothing was measured"
     return "it was not measured"

@@ -25,7 +25,7 @@ from lightning_ort._version import __version__
 from lightning_ort.compiler.global_state import GlobalState
 from lightning_ort.compiler.trace import Traced
 from lightning_ort.compiler.trace_files import NotWritable, decoded, encoded
-from lightning_ort.files.cache import Cache
+from lightning_ort.files.cache import Cache, is_in_use
 from lightning_ort.runtime.memory import storage_key
 
 __all__ = ["TRACES", "TraceCache", "TraceKey", "copied", "size_facts"]
@@ -49,7 +49,7 @@ class TraceKey:
     parts: Hashable
     targets: tuple[Any, ...] = dataclasses.field(compare=False)
 
-    @property
+    @functools.cached_property
     def name(self) -> str | None:
         """What later processes find the trace by; ``None`` where they could not tell that a function is the same."""
         if not all(map(_lasting_name, self.targets)):
@@ -236,7 +236,7 @@ class TraceCache:
         if found is not None:
             self._kept.move_to_end(key.parts)
             return copied(found[1])
-        name = key.name if _reads() else None
+        name = key.name if is_in_use() else None
         entry = None if name is None else self._cache.read(name)
         text = None if entry is None else entry.get("trace")
         if mode is None or entry is None or not isinstance(text, str) or entry.get("sum") != _sum(text):
@@ -254,7 +254,7 @@ class TraceCache:
     def put(self, key: TraceKey, traced: Traced) -> None:
         """Keep ``traced``, which nobody may rewrite any more."""
         self._keep(key, traced)
-        name = key.name if _reads() else None
+        name = key.name if is_in_use() else None
         if name is not None:
             with contextlib.suppress(NotWritable, ValueError):
                 text = json.dumps(encoded(traced))
@@ -276,10 +276,6 @@ class TraceCache:
 
 
 TRACES = TraceCache()
-
-
-def _reads() -> bool:
-    return os.environ.get("LIGHTNING_ORT_MEASURE", "1") != "0"
 
 
 def _sum(text: str) -> str:

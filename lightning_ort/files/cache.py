@@ -18,7 +18,7 @@ import platformdirs
 from lightning_ort._version import __version__
 from lightning_ort.files.writing import write_file
 
-__all__ = ["KINDS", "Cache", "cache_folder"]
+__all__ = ["KINDS", "Cache", "cache_folder", "is_in_use"]
 
 KINDS = {
     "choices": "who runs a graph fastest",
@@ -44,6 +44,11 @@ def cache_folder() -> Path:
         return Path(named).expanduser() if named else platformdirs.user_cache_path("lightning_ort", appauthor=False)
     except RuntimeError as error:  # pathlib's, of a user without a home
         raise FileNotFoundError(f"There is no folder for a cache ({error}). Name one by {_FOLDER}.") from error
+
+
+def is_in_use() -> bool:
+    """Whether a process may follow what others, or itself, have found: not under ``LIGHTNING_ORT_MEASURE=0``."""
+    return os.environ.get("LIGHTNING_ORT_MEASURE", "1") != "0"
 
 
 def _limit() -> int:

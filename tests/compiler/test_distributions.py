@@ -24,15 +24,9 @@ from torch.distributions import (
 )
 from torch.utils.data import DataLoader, TensorDataset
 
-pytestmark = pytest.mark.stock_only
+pytestmark = [pytest.mark.stock_only, pytest.mark.usefixtures("checked_distributions")]
 
 EYE = torch.eye(3, dtype=torch.float64)
-
-
-@pytest.fixture(autouse=True)
-def checking(monkeypatch):
-    """As in a process in which nobody has called ``torch.compile`` by himself."""
-    monkeypatch.setattr(Distribution, "_validate_args", True)
 
 
 def rows():

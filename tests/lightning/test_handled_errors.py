@@ -8,20 +8,14 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from parity import STRATEGY, assert_same_outcome, fit, step_report
 from torch import nn
-from torch.distributions import Distribution, Normal
+from torch.distributions import Normal
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ort import ORTStrategy, UnsupportedError
 
-pytestmark = pytest.mark.stock_only
+pytestmark = [pytest.mark.stock_only, pytest.mark.usefixtures("checked_distributions")]
 
 EYE = torch.eye(6, dtype=torch.float64)
-
-
-@pytest.fixture(autouse=True)
-def checking(monkeypatch):
-    """As in a process in which nobody has called ``torch.compile`` by himself."""
-    monkeypatch.setattr(Distribution, "_validate_args", True)
 
 
 def rows():
