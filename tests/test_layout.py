@@ -94,6 +94,35 @@ def test_that_one_file_exports_by_torch_and_none_by_its_deprecated_exporter():
     assert [name for name, path in FILES.items() if deprecated.search(path.read_text())] == []
 
 
+def offered(path: Path) -> set[str]:
+    """Functions and constants that a file has in ``__all__``; a class may be what a function returns."""
+    names: set[str] = set()
+    bound: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            bound.add(node.name)
+        for target in getattr(node, "targets", [getattr(node, "target", None)]):
+            if ast.unparse(target or ast.Tuple([])) == "__all__":
+                names = set(ast.literal_eval(node.value))
+            bound.update(name.id for name in ast.walk(target or ast.Tuple([])) if isinstance(name, ast.Name))
+    return names & bound
+
+
+def test_that_functions_and_constants_are_offered_only_where_somebody_takes_them():
+    root = ROOT.parent
+    paths = {*FILES.values(), *root.glob("docs/reference/*.md")}
+    paths.update(path for folder in ("tests", "benchmarks", "examples") for path in (root / folder).rglob("*.py"))
+    words = {path: set(re.findall(r"\w+", path.read_text())) for path in paths}
+    for_nobody = [
+        f"{module}.{name}"
+        for module, path in FILES.items()
+        if path.name != "__init__.py"
+        for name in offered(path)
+        if not any(name in found for other, found in words.items() if other != path)
+    ]
+    assert not for_nobody
+
+
 @pytest.mark.parametrize("old", MOVED)
 def test_paths_of_earlier_versions(old):
     with pytest.warns(FutureWarning, match=f"lightning_ort.{old} is now lightning_ort.{MOVED[old]}"):

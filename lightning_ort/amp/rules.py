@@ -10,11 +10,11 @@ import torch
 
 from lightning_ort.validation import number, single
 
-__all__ = ["GradScalerRule", "ScaleRule", "StepInfo", "StepScalerRule", "scale_rule"]
+__all__ = ["GradScalerRule", "ScaleRule", "ScaledStep", "StepScalerRule", "scale_rule"]
 
 
 @dataclasses.dataclass(frozen=True)
-class StepInfo:
+class ScaledStep:
     """What ``update`` of a loss scaler is told of a step.
 
     Attributes:
@@ -35,7 +35,7 @@ class ScaleRule(Protocol):
     def scale(self) -> float:
         """The present factor."""
 
-    def update(self, info: StepInfo) -> None:
+    def update(self, info: ScaledStep) -> None:
         """Move the factor after a step."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class GradScalerRule:
     def scale(self) -> float:
         return self._state["scale"]
 
-    def update(self, info: StepInfo) -> None:
+    def update(self, info: ScaledStep) -> None:
         """Multiply by the backoff factor after a step that is not finite, by the growth factor after enough others."""
         state = self._state
         stable = state["_growth_tracker"] + 1 if info.all_finite else 0
@@ -121,7 +121,7 @@ class StepScalerRule:
     def scale(self) -> float:
         return float(self.scaler.loss_scale)
 
-    def update(self, info: StepInfo) -> None:
+    def update(self, info: ScaledStep) -> None:
         self.scaler.update(info)
 
     def state_dict(self) -> dict[str, Any]:

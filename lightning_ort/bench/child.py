@@ -19,7 +19,7 @@ from typing import Any, TextIO
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-__all__ = ["JOB", "Child", "Turns", "peak_memory", "resident_memory"]
+__all__ = ["JOB", "Child", "Turns", "peak_memory"]
 
 JOB = "LIGHTNING_ORT_BENCH_JOB"
 """environment variable with what the parent asks for, as JSON: ``strategy``, ``threads``"""
@@ -42,7 +42,7 @@ class Turns(Callback):
         self.started_bytes = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.started_bytes = resident_memory()
+        self.started_bytes = _resident_memory()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_loop.max_steps = -1
@@ -115,7 +115,7 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def resident_memory() -> int:
+def _resident_memory() -> int:
     """Resident memory of this process, in bytes; where the system does not say, the largest so far."""
     found = _status("VmRSS")
     return peak_memory() if found is None else found

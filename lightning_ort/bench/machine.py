@@ -9,21 +9,21 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-__all__ = ["describe_machine", "described", "installed_versions"]
+__all__ = ["described"]
 
 
 def described(**settings: Any) -> dict[str, Any]:
     """Beginning of a report: the date, the machine, the versions and ``settings``; its ``results`` are still empty."""
     return {
         "date": datetime.date.today().isoformat(),
-        "machine": describe_machine(),
-        "versions": installed_versions(),
+        "machine": _describe_machine(),
+        "versions": _installed_versions(),
         "settings": settings,
         "results": [],
     }
 
 
-def describe_machine() -> dict[str, Any]:
+def _describe_machine() -> dict[str, Any]:
     """Processor, cores, memory, load and whatever is set that steers thread pools."""
     memory = Path("/proc/meminfo")
     return {
@@ -44,7 +44,7 @@ def _cpu_model() -> str:
     return names[0].partition(":")[2].strip() if names else platform.processor()
 
 
-def installed_versions() -> dict[str, str]:
+def _installed_versions() -> dict[str, str]:
     """Of Python, Lightning, torch and every ONNX Runtime, without importing them."""
     wanted = ("lightning", "lightning-ort", "torch")
     found = {d.name: d.version for d in distributions() if d.name in wanted or d.name.startswith("onnxruntime")}

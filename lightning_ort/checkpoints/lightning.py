@@ -35,15 +35,12 @@ __all__ = [
     "TRAINER_SCALER",
     "ORTCheckpointIO",
     "TrainerFile",
-    "check_lightning",
     "first_names",
     "is_lightning",
-    "is_torch_file",
     "load",
     "make_record",
     "pack",
     "read",
-    "starts_with",
     "unpack",
     "weights_key",
 ]
@@ -126,13 +123,13 @@ class ORTCheckpointIO(TorchCheckpointIO):
         if not Path(local).is_file():
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
         with open(local, "rb") as stream:
-            if starts_with(stream) == HDF5:
+            if _starts_with(stream) == HDF5:
                 return self._load_trainer_file(stream, path)
             found = load(stream, path, map_location=map_location, weights_only=weights_only)
         return self._checked(found, path)
 
     def _checked(self, found: Any, path: _PATH) -> dict[str, Any]:
-        return check_lightning(found, path)
+        return _check_lightning(found, path)
 
     def _load_trainer_file(self, stream: IO[bytes], path: _PATH) -> TrainerFile:
         # h5py is only needed here
@@ -145,7 +142,7 @@ HDF5 = b"\x89HDF\r\n\x1a\n"
 _ZIP = b"PK\x03\x04"
 
 
-def starts_with(stream: IO[bytes]) -> bytes:
+def _starts_with(stream: IO[bytes]) -> bytes:
     """The first bytes of a file; the stream stays where it is."""
     place = stream.tell()
     head = stream.read(len(HDF5))
@@ -153,9 +150,9 @@ def starts_with(stream: IO[bytes]) -> bytes:
     return head
 
 
-def is_torch_file(stream: IO[bytes]) -> bool:
+def _is_torch_file(stream: IO[bytes]) -> bool:
     """Whether ``torch.save`` may have written it: a zip archive, or the bare pickle that it was until torch 1.5."""
-    return starts_with(stream).startswith((_ZIP, b"\x80"))
+    return _starts_with(stream).startswith((_ZIP, b"\x80"))
 
 
 def load(stream: IO[bytes], name: Any, *, map_location: Any, weights_only: bool | None) -> Any:
@@ -171,8 +168,8 @@ def load(stream: IO[bytes], name: Any, *, map_location: Any, weights_only: bool 
         CheckpointError: the file is cut short or damaged, or of another kind.
         UnpicklingError: it is in order, but holds objects that ``weights_only`` forbids; torch's message names them.
     """
-    head = starts_with(stream)
-    if not is_torch_file(stream):
+    head = _starts_with(stream)
+    if not _is_torch_file(stream):
         what = f"begins with {head!r}" if head else "is empty"
         raise CheckpointError(
             f"{name} is no checkpoint: it {what}. Expected a file of Trainer.save_checkpoint, ModelCheckpoint, or "
@@ -207,7 +204,7 @@ def _check_archive(stream: IO[bytes]) -> None:
         raise DamagedFileError(f"the checksum of its part {broken} is wrong")
 
 
-def check_lightning(checkpoint: Any, name: Any) -> dict[str, Any]:
+def _check_lightning(checkpoint: Any, name: Any) -> dict[str, Any]:
     """``checkpoint``, if it is a dictionary as Lightning's Trainer writes it.
 
     Raises:
@@ -291,7 +288,7 @@ def is_lightning(path: str | os.PathLike[str] | IO[bytes]) -> bool:
     if isinstance(path, (str, os.PathLike)) and not os.path.isfile(path):
         return False
     with _opened(path) as stream:
-        return is_torch_file(stream)
+        return _is_torch_file(stream)
 
 
 def read(path: str | os.PathLike[str] | IO[bytes], *, allow_pickle: bool) -> dict[str, Any]:
@@ -315,7 +312,7 @@ def read(path: str | os.PathLike[str] | IO[bytes], *, allow_pickle: bool) -> dic
                 "executes whatever the author of the file put into it. If you trust the file, load it with "
                 "allow_pickle=True."
             ) from error
-    return check_lightning(found, path)
+    return _check_lightning(found, path)
 
 
 @contextlib.contextmanager

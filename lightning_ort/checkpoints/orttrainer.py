@@ -18,12 +18,12 @@ from lightning_ort.files.checksums import is_intact, seal
 from lightning_ort.files.reading import refusing
 from lightning_ort.files.writing import write_file
 
-__all__ = ["LIGHTNING", "SCALER", "aggregate", "read", "read_all", "read_state", "write"]
+__all__ = ["LIGHTNING", "aggregate", "read", "read_all", "read_state", "write"]
 
 _GROUP = "lightning_ort"
 """Of an HDF5 file: what the original neither writes nor reads."""
 
-SCALER, LIGHTNING = _OWN = ("loss_scaler", "lightning")
+_SCALER, LIGHTNING = _OWN = ("loss_scaler", "lightning")
 """Its entries: of the loss scaler, and what a Lightning checkpoint holds besides weights and moments."""
 
 
@@ -128,19 +128,19 @@ def _with_own_group(content: Mapping[str, Any]) -> dict[str, Any]:
     """Put what the original has no place for into one group."""
     found = {key: value for key, value in content.items() if key not in _OWN}
     own = {key: content[key] for key in _OWN if key in content}
-    if SCALER in own:
-        own[SCALER] = {**own[SCALER], "state": encode(own[SCALER]["state"])}
+    if _SCALER in own:
+        own[_SCALER] = {**own[_SCALER], "state": encode(own[_SCALER]["state"])}
     return {**found, _GROUP: own} if own else found
 
 
 def _without_own_group(content: dict[str, Any], path: Any) -> dict[str, Any]:
     """The opposite."""
     own = content.pop(_GROUP, {})
-    if SCALER in own:
+    if _SCALER in own:
         needed = {"state", "kind", "loss_scale", "skipped_steps"}
-        if not isinstance(own[SCALER], dict) or not needed <= own[SCALER].keys():
-            raise DamagedFileError(f"'{_GROUP}/{SCALER}' is no loss scaler")
-        own[SCALER]["state"] = decode(own[SCALER]["state"], f"the loss scaler of {path}", allow_pickle=False)
+        if not isinstance(own[_SCALER], dict) or not needed <= own[_SCALER].keys():
+            raise DamagedFileError(f"'{_GROUP}/{_SCALER}' is no loss scaler")
+        own[_SCALER]["state"] = decode(own[_SCALER]["state"], f"the loss scaler of {path}", allow_pickle=False)
     return {**content, **own}
 
 

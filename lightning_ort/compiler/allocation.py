@@ -12,7 +12,7 @@ from torch import fx
 from lightning_ort.compiler.symbolic_shapes import Sizes
 from lightning_ort.runtime.memory import TensorPool
 
-__all__ = ["Allocator", "allocator", "kept_buffers", "place_of", "pooled_allocator"]
+__all__ = ["allocator", "kept_buffers", "place_of", "pooled_allocator"]
 
 _SMALL = 16  # entries
 

@@ -16,7 +16,7 @@ from lightning_ort.compiler.functional_graph import Untraceable
 from lightning_ort.compiler.symbolic_shapes import Sizes, entries_in_order
 from lightning_ort.runtime.memory import storage_key
 
-__all__ = ["InputView", "OutputLayout", "input_views", "overlap", "same_storage"]
+__all__ = ["InputView", "OutputLayout", "overlap"]
 
 
 class OutputLayout:
@@ -38,7 +38,7 @@ class OutputLayout:
         for node in placeholders:
             node.meta.setdefault("val", node.meta.get("example_value"))
         sizes = Sizes(placeholders)
-        self.views: dict[int, InputView | OutputView] = {**input_views(graph, sizes)}
+        self.views: dict[int, InputView | OutputView] = {**_input_views(graph, sizes)}
         self.views |= output_views(self.values, self.views, sizes)
         for i, view in self.views.items():
             source = (placeholders if isinstance(view, InputView) else results)[view.source]
@@ -72,7 +72,7 @@ class OutputLayout:
                 first[position] = i
                 as_it_is = i in self.differentiable or position in self.not_differentiable
                 self._parts.append((position, None if as_it_is else torch.Tensor.detach))
-            elif same_storage(self.values[i], self.values[first[position]]):
+            elif _same_storage(self.values[i], self.values[first[position]]):
                 self._parts.append((position, _alias if i in self.differentiable else torch.Tensor.detach))
             else:
                 self._parts.append((position, torch.clone if i in self.differentiable else _detached_copy))
@@ -186,7 +186,7 @@ def output_views(values: Sequence[Any], known: Collection[int], sizes: Sizes) ->
     views: dict[int, OutputView] = {}
     for i, x in tensors.items():
         for j, whole in tensors.items():
-            if x is whole or j in views or not same_storage(x, whole) or not _read_alike(x, whole):
+            if x is whole or j in views or not _same_storage(x, whole) or not _read_alike(x, whole):
                 continue
             of_two_the_first = j < i or not _fills_memory(x)
             if of_two_the_first and _fills_memory(whole) and (_has_gradient(whole) or not _has_gradient(x)):
@@ -229,14 +229,14 @@ def _fills_memory(x: torch.Tensor) -> bool:
     return entries is not None and statically_known_true(entries * x.itemsize == x.untyped_storage().nbytes())
 
 
-def same_storage(a: Any, b: Any) -> bool:
+def _same_storage(a: Any, b: Any) -> bool:
     """Whether two tensors, fake ones too, lie in the same memory."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return False
     return storage_key(a) == storage_key(b)
 
 
-def input_views(graph: fx.GraphModule, sizes: Sizes) -> dict[int, InputView]:
+def _input_views(graph: fx.GraphModule, sizes: Sizes) -> dict[int, InputView]:
     """Output number to the view it is, for Dynamo's ``graph``.
 
     Raises:
@@ -251,7 +251,7 @@ def input_views(graph: fx.GraphModule, sizes: Sizes) -> dict[int, InputView]:
         sources = [
             j
             for j, node in enumerate(placeholders)
-            if same_storage(val, x := node.meta.get("example_value")) and val.dtype == x.dtype
+            if _same_storage(val, x := node.meta.get("example_value")) and val.dtype == x.dtype
         ]
         if any(not _read_alike(val, placeholders[j].meta["example_value"]) for j in sources):
             raise Untraceable("it gives the conjugate of an input, or its negative part, as a view")
@@ -274,7 +274,7 @@ def _origin(node: fx.Node) -> fx.Node:
     """
     while True:
         val = node.meta.get("example_value")
-        before = (n for n in node.all_input_nodes if same_storage(n.meta.get("example_value"), val))
+        before = (n for n in node.all_input_nodes if _same_storage(n.meta.get("example_value"), val))
         source = next(before, None)
         if source is None:
             return node
@@ -297,7 +297,7 @@ def _may_share_memory(one: fx.Node, other: fx.Node) -> bool:
     values = [n.meta.get("example_value") for n in (one, other)]
     if not all(isinstance(v, torch.Tensor) for v in values):  # several results
         return True
-    return same_storage(*values)
+    return _same_storage(*values)
 
 
 def _is_at_fixed_place(node: fx.Node) -> bool:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_ort.compiler.global_state import GlobalState, takes_gradients, without_autocast
 from lightning_ort.verification import Results
 
-__all__ = ["Buffers", "ConversionsTo", "ForkedRNG", "evaluate", "rehearsal"]
+__all__ = ["Buffers", "ForkedRNG", "evaluate", "rehearsal"]
 
 
 class ForkedRNG:
@@ -116,7 +116,7 @@ def _evaluate(
             x = x.clone() if i not in wanted or i in changed else x
             x.requires_grad_(i in wanted)
         local.append(x)
-    converted = contextlib.nullcontext() if dtype is None else ConversionsTo(dtype)
+    converted = contextlib.nullcontext() if dtype is None else _ConversionsTo(dtype)
     with global_state.applied(), converted:
         outputs = region.forward(*local)  # a call of the module would print its code on errors
     gradients: dict[int, torch.Tensor] = {}
@@ -179,7 +179,7 @@ _BY_NAME = (torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.float)
 _BY_ARGUMENT = (torch.Tensor.to, torch.Tensor.type)
 
 
-class ConversionsTo(TorchFunctionMode):
+class _ConversionsTo(TorchFunctionMode):
     """While entered, ``x.half()``, ``x.to(torch.float16)``, ``softmax(x, dtype=torch.float32)`` ... give ``dtype``.
 
     A region that converts by itself would otherwise round to 16 bits also where it is to be computed exactly, or

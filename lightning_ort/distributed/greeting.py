@@ -10,10 +10,8 @@ import torch.distributed as dist
 
 from lightning_ort.distributed.rendezvous import init_process_group
 
-__all__ = ["greet"]
 
-
-def greet(rank: int, port: int, seconds: float) -> int:
+def _greet(rank: int, port: int, seconds: float) -> int:
     """Be one of two processes of this machine; print what is wrong in a line.
 
     Returns:
@@ -32,4 +30,4 @@ def greet(rank: int, port: int, seconds: float) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(greet(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])))
+    sys.exit(_greet(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])))

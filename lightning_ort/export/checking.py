@@ -17,10 +17,10 @@ from lightning_ort.export.inputs import Axes, other_sizes, resized, sizes_of
 from lightning_ort.validation import first_line
 from lightning_ort.verification import FILE, TRAINED_FILE, difference, distance, largest
 
-__all__ = ["check", "check_sample", "open_session"]
+__all__ = ["check", "check_sample"]
 
 
-def open_session(path: Path) -> Any:
+def _open_session(path: Path) -> Any:
     """The file in an ``onnxruntime.InferenceSession`` on the CPU, which all builds have."""
     import onnxruntime
 
@@ -144,7 +144,7 @@ class _Comparison:
         least: float = 0.0,
     ) -> None:
         try:
-            self._session = open_session(path)
+            self._session = _open_session(path)
         except Exception as error:
             raise ExportError(
                 f"ONNX Runtime {require_onnxruntime().version} does not load the exported model: {_sentence(error)} "

@@ -35,7 +35,7 @@ from lightning_ort.export.inputs import (
 from lightning_ort.files.onnx_models import check_target, save_onnx
 from lightning_ort.runtime.tensors import NUMPY
 
-__all__ = ["ExportedModel", "check_options", "export_onnx", "in_dtype", "undisturbed", "weights_from"]
+__all__ = ["ExportedModel", "check_options", "export_onnx", "undisturbed", "weights_from"]
 
 Dtype = Literal["float16", "float32", "float64"]
 OPSETS = range(18, 22)
@@ -163,7 +163,7 @@ def export_call(
 ) -> ExportedModel:
     """:func:`export_onnx` with the arguments of the method."""
     wanted = None if dtype is None else getattr(torch, dtype)
-    with undisturbed(module), in_dtype(module, wanted):
+    with undisturbed(module), _in_dtype(module, wanted):
         call = bind(module, method, *pytree.tree_map(lambda x: _own(x, wanted), (tuple(args), kwargs)))
         names = _names("input_names", input_names, call.names)
         axes = default_axes(names, call.tensors) if dynamic is None else dynamic
@@ -231,7 +231,7 @@ def _shapes(values: Sequence[ir.Value]) -> dict[str, tuple[int | str, ...]]:
 
 
 @contextlib.contextmanager
-def in_dtype(module: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+def _in_dtype(module: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
     """``module`` with floating-point parameters and buffers of another type; afterwards it has its own again."""
     if dtype is None:
         yield

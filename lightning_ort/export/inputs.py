@@ -25,7 +25,6 @@ __all__ = [
     "check_axes",
     "default_axes",
     "first_batch",
-    "named_tensors",
     "on_device",
     "other_sizes",
     "resized",
@@ -251,7 +250,7 @@ def bind(module: nn.Module, method: str, args: Sequence[Any], kwargs: Mapping[st
     for name, parameter in signature.parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD and name in bound:
             bound |= bound.pop(name)
-    found, names = named_tensors(bound)
+    found, names = _named_tensors(bound)
     if not found:
         raise ValueError(f"sample: no tensor is among the arguments of {type(module).__name__}.{method}.")
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
@@ -271,7 +270,7 @@ def call_with(tensors: Sequence[Tensor], names: Sequence[str]) -> Call:
     return Call("forward", list(names), list(tensors), spec, [None] * len(leaves), list(range(len(leaves))))
 
 
-def named_tensors(tree: Mapping[str, Any]) -> tuple[list[Tensor], list[str]]:
+def _named_tensors(tree: Mapping[str, Any]) -> tuple[list[Tensor], list[str]]:
     """All tensors in ``tree`` and their names: the last key where that is unique, else the whole path."""
     tensors, paths = [], []
     for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
@@ -319,7 +318,7 @@ class InferenceModule(nn.Module):
                 f"{name} returns {', '.join(sorted(others))}, which an ONNX graph cannot give. Return tensors, or "
                 "tuples, lists and dicts of tensors."
             )
-        found, self.outputs = named_tensors({"output": result})
+        found, self.outputs = _named_tensors({"output": result})
         if not found:
             raise TypeError(f"{name} returns no tensor, and so there is nothing to export.")
         return found

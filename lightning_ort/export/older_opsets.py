@@ -11,9 +11,9 @@ from onnx import defs, helper
 
 from lightning_ort.errors import ExportError
 
-__all__ = ["NEWEST", "OLDEST", "convert"]
+__all__ = ["NEWEST", "convert"]
 
-OLDEST, NEWEST = 12, 18
+_OLDEST, NEWEST = 12, 18
 
 _Rewrite = Callable[["_Conversion", ir.Node], None]
 _REWRITES: dict[str, tuple[int, _Rewrite]] = {}
@@ -31,7 +31,7 @@ def convert(model: ir.Model, opset: int, *, contrib: bool = False) -> None:
     Raises:
         ExportError: an operator cannot be expressed; all of them are named.
     """
-    assert OLDEST <= opset <= NEWEST, opset
+    assert _OLDEST <= opset <= NEWEST, opset
     conversion = _Conversion(opset, contrib=contrib)
     refused: dict[str, None] = {}
     for node in list(model.graph.all_nodes()):

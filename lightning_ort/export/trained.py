@@ -15,7 +15,7 @@ from lightning_ort.export.inputs import Axes, arguments_of_batch, arguments_of_s
 from lightning_ort.files.onnx_models import check_target
 from lightning_ort.lightning_packages import Callback, everywhere, overrides, pl, rank_zero_info
 
-__all__ = ["ORTExport", "check_checkpoint", "export_trained"]
+__all__ = ["ORTExport", "export_trained"]
 
 
 def export_trained(
@@ -71,7 +71,7 @@ def export_trained(
         return export_call(module, target, args, kwargs, **settings)
 
 
-def check_checkpoint(trainer: pl.Trainer, checkpoint: str | os.PathLike[str] | None) -> None:
+def _check_checkpoint(trainer: pl.Trainer, checkpoint: str | os.PathLike[str] | None) -> None:
     """Refuse ``"best"`` and ``"last"`` where nothing saves checkpoints, or none knows which is the best.
 
     Raises:
@@ -98,7 +98,7 @@ def _loader_of(
     """A function that puts the weights of ``checkpoint`` into ``module``."""
     if checkpoint is None:
         return None
-    check_checkpoint(trainer, checkpoint)
+    _check_checkpoint(trainer, checkpoint)
     path: str | os.PathLike[str] = checkpoint
     if checkpoint in ("best", "last"):
         callback = trainer.checkpoint_callback
@@ -180,7 +180,7 @@ class ORTExport(Callback):
         if stage != "fit" or getattr(trainer, "fast_dev_run", False):
             return
         check_options(pl_module, **self.options)
-        check_checkpoint(trainer, self.checkpoint)
+        _check_checkpoint(trainer, self.checkpoint)
         if self.path is not None:
             check_target(self.path)
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_ort.amp.rules import GradScalerRule, StepInfo, scale_rule
+from lightning_ort.amp.rules import GradScalerRule, ScaledStep, scale_rule
 from lightning_ort.checkpoints.lightning import TRAINER_SCALER
 from lightning_ort.compiler.loss_scale import LossScaling, all_finite
 from lightning_ort.lightning_packages import MisconfigurationException, Package, everywhere, pl, rank_zero_info
@@ -28,7 +28,7 @@ else:
     # of each package, because Trainers and LightningCLI take no other plug-in
     _Base = type("Precision", everywhere("plugins.precision:Precision"), {"__module__": __name__})
 
-__all__ = ["ORTPrecision", "is_closed", "unscaling_leaves"]
+__all__ = ["ORTPrecision"]
 
 PrecisionName = Literal["32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"]
 
@@ -153,10 +153,10 @@ class ORTPrecision(_Base):
         self, tensor: torch.Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
         """Gradients of the unscaled loss, whether a graph has scaled it or not."""
-        if self.scaling is None or (not kwargs.get("create_graph") and is_closed(tensor)):
+        if self.scaling is None or (not kwargs.get("create_graph") and _is_closed(tensor)):
             self._kind.backward(self, tensor, model, optimizer, *args, **kwargs)
         else:
-            with unscaling_leaves(tensor, self.scaling.scale):
+            with _unscaling_leaves(tensor, self.scaling.scale):
                 scaled = tensor * self.scaling.tensor(tensor.device)
                 self._kind.backward(self, scaled, model, optimizer, *args, **kwargs)
 
@@ -182,7 +182,7 @@ class ORTPrecision(_Base):
     def _update(self, model: pl.LightningModule, finite: bool) -> None:
         assert self._rule is not None and self.scaling is not None
         before = self.scaling.scale
-        self._rule.update(StepInfo(finite, self._steps - self.skipped_steps, self._steps))
+        self._rule.update(ScaledStep(finite, self._steps - self.skipped_steps, self._steps))
         self._steps += 1
         self.skipped_steps += not finite
         self.scaling.scale = self._rule.scale
@@ -254,7 +254,7 @@ for _name, _method in vars(pl.plugins.Precision).items():
         setattr(ORTPrecision, _name, _by_kind(_name))
 
 
-def is_closed(loss: torch.Tensor) -> bool:
+def _is_closed(loss: torch.Tensor) -> bool:
     """Whether all gradients of ``loss`` are computed by graphs that scale their loss, and go to parameters at once.
 
     Otherwise gradients pass through torch, in 16 bits maybe, and the loss has to be scaled there.
@@ -291,7 +291,7 @@ def _ends(node: Any) -> bool:
 
 
 @contextlib.contextmanager
-def unscaling_leaves(loss: torch.Tensor, scale: float) -> Iterator[None]:
+def _unscaling_leaves(loss: torch.Tensor, scale: float) -> Iterator[None]:
     """Unscale gradients as they reach the parameters of ``loss``, while its scaled ones are computed.
 
     Each parameter adds an unscaled gradient to what it has, from this or other ways.

@@ -19,14 +19,14 @@ from lightning_ort.lightning.open_sizes import tensors_of
 from lightning_ort.report import StepReport, timeline
 from lightning_ort.runtime.config import RuntimeConfig
 
-__all__ = ["AS_IT_IS", "IN_GRAPHS", "Turns", "alone"]
+__all__ = ["Turns", "alone"]
 
-IN_GRAPHS, AS_IT_IS = "graphs", "eager"
+_IN_GRAPHS, _AS_IT_IS = "graphs", "eager"
 
 _CALM = 16
 """calls in a row in which nothing is compiled, after which nothing is expected to be"""
-_WAYS = IN_GRAPHS, AS_IT_IS
-_ORDER = IN_GRAPHS, AS_IT_IS, AS_IT_IS, IN_GRAPHS
+_WAYS = _IN_GRAPHS, _AS_IT_IS
+_ORDER = _IN_GRAPHS, _AS_IT_IS, _AS_IT_IS, _IN_GRAPHS
 _ROW, _COLD = 8, 3
 """calls that one has in a row, and those of them that do not count: what the other one uses is in the caches then"""
 _ENOUGH = 6
@@ -112,7 +112,7 @@ class Turns:
             self._present = _ORDER[row % len(_ORDER)]
             self._size = elements if place >= _COLD else None
             self._in_rows += 1
-        return self.step.as_it_is or self._present == AS_IT_IS
+        return self.step.as_it_is or self._present == _AS_IT_IS
 
     @property
     def rest(self) -> bool:
@@ -129,7 +129,7 @@ class Turns:
             return
         self._calm += 1
         if present and self._size is not None and len(elapsed) == self._phases and timeline.present is None:
-            self._times.setdefault(self._size, {IN_GRAPHS: [], AS_IT_IS: []})[present].append(sum(elapsed))
+            self._times.setdefault(self._size, {_IN_GRAPHS: [], _AS_IT_IS: []})[present].append(sum(elapsed))
 
     def _meet(self, elements: int) -> None:
         """What follows from the calls so far, of all processes."""
@@ -148,7 +148,7 @@ class Turns:
     def _look_at_rows(self) -> None:
         nothing: dict[str, list[float]] = {who: [] for who in _WAYS}
         self._elements, times = max(self._times.items(), key=_fewest, default=(0, nothing))
-        graphs = times[IN_GRAPHS]
+        graphs = times[_IN_GRAPHS]
         is_long = self._in_rows == _ROW and bool(graphs) and min(graphs) > _LONG
         has_enough = self._in_rows % (_ROW * len(_ORDER)) == 0 and _fewest((self._elements, times)) >= _ENOUGH
         in_ort = self.step.graphs > self.step.graphs_in_torch
@@ -159,20 +159,20 @@ class Turns:
         if all_calm < 1:
             self._are_rows = False
         elif all_long == 1 or self._in_rows > _PATIENCE:
-            self._decide(Choice(IN_GRAPHS, {}))
+            self._decide(Choice(_IN_GRAPHS, {}))
         elif all_enough == 1:
             is_clear = min(seconds) < (1 - _CLEAR) * max(seconds)
             if is_clear or self._in_rows >= _CYCLES * _ROW * len(_ORDER):
                 # there is no reason for graphs that torch runs but their speed
                 margin = MARGIN if any_in_ort else 0.0
-                choice = Choice.among(dict(zip(_WAYS, seconds, strict=True)), IN_GRAPHS, margin)
+                choice = Choice.among(dict(zip(_WAYS, seconds, strict=True)), _IN_GRAPHS, margin)
                 MEMORY.put(self._key(), choice)
                 self._decide(choice)
 
     def _decide(self, choice: Choice) -> None:
         self.decided, self._are_rows, self._times = True, False, {}
         self.step.turns = choice.milliseconds
-        self.step.as_it_is = choice.executor == AS_IT_IS
+        self.step.as_it_is = choice.executor == _AS_IT_IS
         if self.step.as_it_is:
             timeline.close()
             self.step.timing.calls.clear()  # those were in graphs

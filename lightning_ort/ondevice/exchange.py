@@ -16,7 +16,7 @@ from lightning_ort.ondevice.checkpoint import CheckpointState
 from lightning_ort.ondevice.exchange_optimizers import optimizer_of_torch, torch_state
 from lightning_ort.trainer import ORTTrainer
 
-__all__ = ["copy_from_torch", "copy_to_torch", "optimizer_of_trainer", "trainer_state"]
+__all__ = ["copy_from_torch", "copy_to_torch"]
 
 
 @torch.no_grad()
@@ -43,7 +43,7 @@ def copy_to_torch(
     _require_values(found)
     if isinstance(module, ORTTrainer):
         _require_none(optimizer)
-        module.load_state_dict(trainer_state(found, module))
+        module.load_state_dict(_trainer_state(found, module))
         return
     pairs = _pairs(found, module)
     loaded = None if optimizer is None else torch_state(found, optimizer, _parameters(module))
@@ -75,7 +75,7 @@ def copy_from_torch(state: CheckpointState, module: nn.Module | ORTTrainer, opti
     new: OptimizerState | None = None
     if isinstance(module, ORTTrainer):
         _require_none(optimizer)
-        new = optimizer_of_trainer(own, module)
+        new = _optimizer_of_trainer(own, module)
         pairs = _checked(
             own, {n: torch.as_tensor(t) for n, t in module.state_dict()["model"]["full_precision"].items()}
         )
@@ -163,7 +163,7 @@ def _checked(state: TrainingState, tensors: Mapping[str, Any]) -> list[tuple[Ten
 _KINDS = {"AdamOptimizer": ("AdamW",), "LambOptimizer": ("Lamb",), "SGDOptimizer": ("SGD",)}
 
 
-def trainer_state(state: TrainingState, trainer: ORTTrainer) -> dict[str, Any]:
+def _trainer_state(state: TrainingState, trainer: ORTTrainer) -> dict[str, Any]:
     """For ``load_state_dict`` of ``trainer``: weights, moments and counters of ``state``.
 
     Counters of an ORTTrainer start at 1.
@@ -190,7 +190,7 @@ def trainer_state(state: TrainingState, trainer: ORTTrainer) -> dict[str, Any]:
     return found | {"model": {"full_precision": weights}, "optimizer": optimizer, "train_step_info": info}
 
 
-def optimizer_of_trainer(state: TrainingState, trainer: ORTTrainer) -> OptimizerState:
+def _optimizer_of_trainer(state: TrainingState, trainer: ORTTrainer) -> OptimizerState:
     """What the optimizer of ``trainer`` remembers.
 
     Raises:

@@ -29,7 +29,7 @@ from lightning_ort.runtime.memory import Packed
 from lightning_ort.runtime.tensors import cpu_tensor, owning
 from lightning_ort.validation import flag, names, path, shown
 
-__all__ = ["Module", "save_inference_model"]
+__all__ = ["Module"]
 
 Path_ = str | os.PathLike[str]
 
@@ -265,7 +265,7 @@ class Module:
         wanted = names("graph_output_names", graph_output_names)
         if self._eval is None:
             raise RuntimeError("The module has no evaluation graph: give eval_model_uri.")
-        save_inference_model(self._eval.graph, self._tensors, Path(inference_model_uri), wanted)
+        _save_inference_model(self._eval.graph, self._tensors, Path(inference_model_uri), wanted)
 
     def input_names(self) -> list[str]:
         """Names of the inputs of a call in the present mode."""
@@ -288,7 +288,7 @@ def _one_type(tensors: Sequence[Tensor]) -> None:
         raise ValueError(f"The parameters are of {len(found)} element types ({', '.join(found)}); expected one.")
 
 
-def save_inference_model(graph: StepGraph, tensors: Mapping[str, Tensor], path: Path, outputs: Sequence[str]) -> None:
+def _save_inference_model(graph: StepGraph, tensors: Mapping[str, Tensor], path: Path, outputs: Sequence[str]) -> None:
     """Write a model from the inputs of ``graph`` that are needed to its values ``outputs``.
 
     Raises:

@@ -19,8 +19,6 @@ from lightning_ort.onnx_reader.values import label_of
 from lightning_ort.validation import path
 
 __all__ = [
-    "MAX_OPSET",
-    "MIN_OPSET",
     "Model",
     "load",
     "name_of",
@@ -28,7 +26,7 @@ __all__ = [
     "using",
 ]
 
-MIN_OPSET, MAX_OPSET = 13, 21
+_MIN_OPSET, _MAX_OPSET = 13, 21
 STRUCTURE = frozenset({"Constant", "Identity", *CONTROL_FLOW})
 """operators that the reader resolves itself, without a row in the table"""
 
@@ -54,9 +52,9 @@ def _written_out(proto: onnx.ModelProto) -> onnx.ModelProto:
     if any(f.name for f in proto.functions):
         proto = _inlined(proto)
     opset = _opset(proto)
-    if opset is None or not MIN_OPSET <= opset <= MAX_OPSET:
+    if opset is None or not _MIN_OPSET <= opset <= _MAX_OPSET:
         raise UnsupportedError(
-            f"The model is written for ONNX opset {opset}; opsets {MIN_OPSET} to {MAX_OPSET} can be read. Convert it "
+            f"The model is written for ONNX opset {opset}; opsets {_MIN_OPSET} to {_MAX_OPSET} can be read. Convert it "
             "with onnx.version_converter.convert_version(model, 17), or export it again with opset_version=17."
         )
     unknown = dict.fromkeys(_unknown(proto.graph))

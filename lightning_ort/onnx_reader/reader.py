@@ -22,7 +22,7 @@ from lightning_ort.onnx_reader.registry import OPERATORS, Operator
 from lightning_ort.onnx_reader.shape_arithmetic import dtype_of, length_of, number_type
 from lightning_ort.onnx_reader.values import Computed, Constant, Number, Value, attributes_of, label_of, tensor_from
 
-__all__ = ["CONTROL_FLOW", "Reader", "identifier", "is_plain", "read_if", "read_loop"]
+__all__ = ["CONTROL_FLOW", "Reader", "identifier", "is_plain"]
 
 _SMALL = 1 << 12
 """Elements of constants from which nothing is computed that is large."""
@@ -309,7 +309,7 @@ _LONGEST = 1000
 """Iterations that are written out; each is a copy of the loop's body."""
 
 
-def read_if(reader: Reader, node: onnx.NodeProto) -> None:
+def _read_if(reader: Reader, node: onnx.NodeProto) -> None:
     """Read the branch that is taken.
 
     Raises:
@@ -325,7 +325,7 @@ def read_if(reader: Reader, node: onnx.NodeProto) -> None:
         reader.values[outer] = value
 
 
-def read_loop(reader: Reader, node: onnx.NodeProto) -> None:
+def _read_loop(reader: Reader, node: onnx.NodeProto) -> None:
     """Read the body once for each iteration.
 
     Raises:
@@ -388,5 +388,5 @@ def _stacked(reader: Reader, values: Sequence[Value], name: str) -> Value:
     return Computed(reader.graph.call_function(torch.stack, (tensors,)))
 
 
-CONTROL_FLOW = {"If": read_if, "Loop": read_loop}
+CONTROL_FLOW = {"If": _read_if, "Loop": _read_loop}
 """Operator to the function that reads a node of it."""

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_ort.optim.optimizers import AdamW, Lamb
 from lightning_ort.validation import is_number, names, number, require, shown
 
-__all__ = ["AdamConfig", "LambConfig", "SGDConfig", "torch_optimizer"]
+__all__ = ["AdamConfig", "LambConfig", "SGDConfig", "check_names", "torch_optimizer"]
 
 Group = Mapping[str, Any]
 
@@ -254,6 +254,21 @@ _TORCH = {
 }
 
 
+def check_names(config: _OptimizerConfig, known: Mapping[str, Any], model: str) -> None:
+    """Raise if ``config`` is of another class, or has a group with a weight that is not among the ``known`` ones.
+
+    Raises:
+        ValueError: so it is.
+    """
+    if not isinstance(config, (AdamConfig, LambConfig, SGDConfig)):
+        raise ValueError(f"{type(config).__name__} is none of AdamConfig, LambConfig and SGDConfig.")
+    missing = [name for group in config.params for name in group["params"] if name not in known]
+    if missing:
+        raise ValueError(
+            f"{missing} in a group of the optimizer are no weights of {model}. Its weights are {', '.join(known)}."
+        )
+
+
 def torch_optimizer(config: _OptimizerConfig, module: nn.Module) -> Optimizer:
     """A torch optimizer of all parameters of ``module`` that computes what ``config`` says.
 
@@ -268,15 +283,8 @@ def torch_optimizer(config: _OptimizerConfig, module: nn.Module) -> Optimizer:
     Raises:
         ValueError: another class, or a group names a weight that ``module`` does not have.
     """
-    if not isinstance(config, (AdamConfig, LambConfig, SGDConfig)):
-        raise ValueError(f"{type(config).__name__} is none of AdamConfig, LambConfig and SGDConfig.")
     named = dict(module.named_parameters())
-    missing = [name for group in config.params for name in group["params"] if name not in named]
-    if missing:
-        raise ValueError(
-            f"{missing} in a group of the optimizer are no parameters of {type(module).__name__}. Its parameters are "
-            f"{', '.join(named)}."
-        )
+    check_names(config, named, type(module).__name__)
     members: dict[tuple[Any, ...], list[nn.Parameter]] = {}
     for name, p in named.items():
         members.setdefault(tuple(config.hyper_parameters(name).items()), []).append(p)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_ort import amp
-from lightning_ort.amp.rules import StepInfo
+from lightning_ort.amp.rules import ScaledStep
 from lightning_ort.validation import number, shown
 
 __all__ = ["LossScaler", "as_scaler"]
@@ -43,7 +43,7 @@ class LossScaler(amp.DynamicLossScaler):
 
     def update_loss_scale(self, is_all_finite: Any) -> None:
         """Move the scale after a step whose gradients were all finite, or were not."""
-        self.update(StepInfo(bool(is_all_finite), 0, 0))  # type: ignore[arg-type]
+        self.update(ScaledStep(bool(is_all_finite), 0, 0))  # type: ignore[arg-type]
 
     @property
     def loss_scale_(self) -> float:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lightning_ort.trainer.optimizer import Optimizer
     from lightning_ort.trainer.options import ORTTrainerOptions
 
-__all__ = ["GraphFiles", "with_updates"]
+__all__ = ["GraphFiles"]
 
 
 class GraphFiles:
@@ -95,7 +95,7 @@ class GraphFiles:
             if not (paths.model_with_training_graph_path or paths.model_with_training_graph_after_optimization_path):
                 continue
             # where the step is cut into several graphs, each goes with the updates of its own gradients
-            training = with_updates(model, optimizer, gradients)
+            training = _with_updates(model, optimizer, gradients)
             if paths.model_with_training_graph_path:
                 save(self._shaped(training), _numbered(paths.model_with_training_graph_path, number))
             if paths.model_with_training_graph_after_optimization_path:
@@ -138,7 +138,7 @@ def _renamed(
     return model
 
 
-def with_updates(step: onnx.ModelProto, optimizer: Optimizer, gradients: Mapping[str, Tensor]) -> onnx.ModelProto:
+def _with_updates(step: onnx.ModelProto, optimizer: Optimizer, gradients: Mapping[str, Tensor]) -> onnx.ModelProto:
     """``step`` followed by the update of every weight whose gradient it gives.
 
     They compute what the optimizer computes, whoever runs that, and one weight is one tensor here.

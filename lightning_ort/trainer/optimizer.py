@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_ort.checkpoints.names import SHARED, moments_from_orttrainer, moments_to_orttrainer
 from lightning_ort.distributed.processes import Processes
-from lightning_ort.optim.config import AdamConfig, LambConfig, SGDConfig, _OptimizerConfig
+from lightning_ort.optim.config import AdamConfig, LambConfig, SGDConfig, _OptimizerConfig, check_names
 from lightning_ort.optim.settings import OptimizerSettings
 from lightning_ort.optim.sharded_updater import make_updater
 from lightning_ort.runtime.factory import SessionFactory
@@ -26,15 +26,7 @@ def check_groups(config: _OptimizerConfig, known: Mapping[str, Any]) -> None:
     Raises:
         ValueError: another class, a group that names a weight that does not exist, or ``weight_decay_mode`` differs.
     """
-    if not isinstance(config, (AdamConfig, LambConfig, SGDConfig)):
-        raise ValueError(f"{type(config).__name__} is none of AdamConfig, LambConfig and SGDConfig.")
-    for group in config.params:
-        missing = [name for name in group["params"] if name not in known]
-        if missing:
-            raise ValueError(
-                f"{missing} in a group of the optimizer are no weights of the model. Its weights are "
-                f"{', '.join(known)}."
-            )
+    check_names(config, known, "the model")
     if isinstance(config, AdamConfig) and len({config.hyper_parameters(n)["weight_decay_mode"] for n in known}) > 1:
         raise ValueError("'weight_decay_mode' is the same for all weights; groups cannot differ in it.")
 

@@ -25,7 +25,6 @@ __all__ = [
     "REFUSED",
     "SCHEMA",
     "ORTTrainerOptions",
-    "OptionsValidator",
     "PropagateCastOpsStrategy",
     "check_arguments",
     "refuse",
@@ -69,7 +68,7 @@ class ORTTrainerOptions(_Section):
 
     def __init__(self, options: Mapping[str, Any] = {}) -> None:
         given = dict(options)
-        validator = OptionsValidator(SCHEMA)
+        validator = _OptionsValidator(SCHEMA)
         validated = validator.validated(given)
         if validated is None:
             _make_copyable(validator._errors)
@@ -115,7 +114,7 @@ def _strategies() -> tuple[type, ...]:
     return (PropagateCastOpsStrategy,) if theirs is None else (PropagateCastOpsStrategy, theirs)
 
 
-class OptionsValidator(cerberus.Validator):
+class _OptionsValidator(cerberus.Validator):
     """cerberus with the types of this package."""
 
     types_mapping = cerberus.Validator.types_mapping.copy()

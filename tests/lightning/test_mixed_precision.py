@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ort import ORTPrecision, amp
-from lightning_ort.amp.rules import StepInfo
+from lightning_ort.amp.rules import ScaledStep
 
 pytestmark = needs_ort
 
@@ -312,12 +312,12 @@ class Stubborn:
 def test_scaler_of_another_kind_survives_a_checkpoint(make):
     first, second = ORTPrecision("16-mixed", make()), ORTPrecision("16-mixed", make())
     for finite in (True, False, True, True):
-        first._rule.update(StepInfo(finite, 0, 0))
+        first._rule.update(ScaledStep(finite, 0, 0))
     second.load_state_dict(first.state_dict())
     for finite in (True, True, True, False):
         assert second._rule.scale == first._rule.scale
         for plugin in (first, second):
-            plugin._rule.update(StepInfo(finite, 0, 0))
+            plugin._rule.update(ScaledStep(finite, 0, 0))
     assert second._rule.scale == first._rule.scale != make().loss_scale
 
 
@@ -329,7 +329,7 @@ def test_scaler_that_cannot_be_resumed():
     with pytest.raises(RuntimeError, match="another kind of scaler"):
         ORTPrecision("16-mixed").load_state_dict(state)
     first = ORTPrecision("16-mixed", Stubborn())
-    first._rule.update(StepInfo(False, 0, 0))
+    first._rule.update(ScaledStep(False, 0, 0))
     with pytest.raises(RuntimeError, match="loss_scale is 512 and not 256"):
         ORTPrecision("16-mixed", Stubborn()).load_state_dict(first.state_dict())
 

@@ -129,7 +129,7 @@ def test_what_has_no_counterpart_is_named():
     for net, optimizer, message in failing():
         with pytest.raises(ValueError, match=re.escape(message)):
             optim.config_from_torch(optimizer, net)
-    with pytest.raises(ValueError, match=r"\['w'\] in a group of the optimizer are no parameters of Sequential"):
+    with pytest.raises(ValueError, match=r"\['w'\] in a group of the optimizer are no weights of Sequential"):
         AdamConfig([{"params": ["w"], "alpha": 0.5}]).torch_optimizer(network())
     with pytest.raises(ValueError, match="_OptimizerConfig is none of"):
         optim._OptimizerConfig("SGDOptimizer", [], {"lr": 0.1}).torch_optimizer(network())

@@ -15,10 +15,10 @@ from lightning_ort.compiler.passes.recompute import SIZES
 from lightning_ort.compiler.symbolic_shapes import is_number
 from lightning_ort.runtime.tensors import NUMPY, ONNX
 
-__all__ = ["IR_VERSION", "OPSET", "Dim", "GraphBuilder", "dtype_of", "rank_of", "shape_of"]
+__all__ = ["Dim", "GraphBuilder", "dtype_of", "rank_of", "shape_of"]
 
-OPSET = 20
-IR_VERSION = 10  # the newest that ONNX Runtime 1.19 reads
+_OPSET = 20
+_IR_VERSION = 10  # the newest that ONNX Runtime 1.19 reads
 CONTRIB = "com.microsoft"
 _INDEXING = {"Gather", "GatherElements", "GatherND", "ScatterElements"}
 
@@ -141,10 +141,10 @@ class GraphBuilder:
             results,
             nodes=self.nodes,
             initializers=self.initializers,
-            opset_imports={"": OPSET, CONTRIB: 1},
+            opset_imports={"": _OPSET, CONTRIB: 1},
             name="step",
         )
-        return ir.Model(graph, ir_version=IR_VERSION, producer_name="lightning_ort")
+        return ir.Model(graph, ir_version=_IR_VERSION, producer_name="lightning_ort")
 
     # -- writing nodes ----------------------------------------------------------------------------------------------
 

@@ -26,8 +26,6 @@ from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, shap
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
 from lightning_ort.runtime.tensors import ONNX
 
-__all__ = ["ScanBody"]
-
 ops = torch.ops.lightning_ort
 
 
@@ -81,7 +79,7 @@ def lstm_steps(
     weight: fx.Node,
     reverse: bool,
 ) -> tuple[ir.Value, ...]:
-    body = ScanBody(g, node, dtype_of(hidden))
+    body = _ScanBody(g, node, dtype_of(hidden))
     h, c, x = body.input(), body.input(), body.input()
     sums = body.op("Gemm", h, g.value(weight), x, transB=1)
     i, f, n, o = body.op("Split", sums, outputs=4, axis=1, num_outputs=4)
@@ -122,7 +120,7 @@ def lstm_steps_backward(
         g.op("Mul", i, _complement(g, g.op("Mul", n, n), dtype)),
     ]
     to_gates = g.op("Concat", *(g.op("Unsqueeze", v, axis) for v in factors), axis=2)
-    body = ScanBody(g, node, dtype)
+    body = _ScanBody(g, node, dtype)
     dh, dc, dy, a, k, out, forget = (body.input() for _ in range(7))
     dcell = [body.input()] if grad_cells is not None else []
     dh = body.op("Add", dy, dh)
@@ -150,7 +148,7 @@ def gru_steps(
     bias: fx.Node | None,
     reverse: bool,
 ) -> tuple[ir.Value, ...]:
-    body = ScanBody(g, node, dtype_of(hidden))
+    body = _ScanBody(g, node, dtype_of(hidden))
     h, x = body.input(), body.input()
     terms = [h, g.value(weight)] + ([g.value(bias)] if bias is not None else [])
     sums = body.op("Gemm", *terms, transB=1)
@@ -184,7 +182,7 @@ def gru_steps_backward(
     to_n = g.op("Mul", _complement(g, z, dtype), _complement(g, g.op("Mul", n, n), dtype))
     to_z = g.op("Mul", g.op("Sub", before, n), _slope(g, z, dtype))
     to_r = g.op("Mul", hn, _slope(g, r, dtype))
-    body = ScanBody(g, node, dtype)
+    body = _ScanBody(g, node, dtype)
     dh, dy, a, b, c, reset, keep = (body.input() for _ in range(7))
     dh = body.op("Add", dy, dh)
     dn, dz = body.op("Mul", dh, a), body.op("Mul", dh, b)
@@ -201,7 +199,7 @@ def gru_steps_backward(
 def rnn_steps(
     g: GraphBuilder, node: fx.Node, projected: fx.Node, hidden: fx.Node, weight: fx.Node, relu: bool, reverse: bool
 ) -> ir.Value:
-    body = ScanBody(g, node, dtype_of(hidden))
+    body = _ScanBody(g, node, dtype_of(hidden))
     h, x = body.input(), body.input()
     new = body.op("Relu" if relu else "Tanh", body.op("Gemm", h, g.value(weight), x, transB=1))
     return body.scan([g.value(hidden)], [g.value(projected)], [new], [new], reverse)[1]
@@ -216,7 +214,7 @@ def rnn_steps_backward(
         slope = g.cast(g.op("Greater", y, g.constant(0, dtype)), torch.bool, dtype)
     else:
         slope = _complement(g, g.op("Mul", y, y), dtype)
-    body = ScanBody(g, node, dtype)
+    body = _ScanBody(g, node, dtype)
     dh, dy, s = body.input(), body.input(), body.input()
     result = body.op("Mul", body.op("Add", dy, dh), s)
     dh = body.op("Gemm", result, g.value(weight))
@@ -225,7 +223,7 @@ def rnn_steps_backward(
     return results, dh
 
 
-class ScanBody:
+class _ScanBody:
     """A subgraph of ``node`` from states and one step of each scanned input to new states and one step of results.
 
     It may read values of the graph around it.

@@ -15,7 +15,7 @@ from lightning_ort.optim.rules.rule import Rule
 from lightning_ort.optim.update.graph import CHUNK_ON_GPU, Part, Slot, UpdateGraph, pieces_of
 from lightning_ort.runtime.factory import SessionFactory
 
-__all__ = ["Spans", "Update", "flat", "may_overwrite", "memory_order", "reads_last"]
+__all__ = ["Spans", "Update", "flat", "may_overwrite", "reads_last"]
 
 _THREADED = 1 << 20
 """Elements from which a second thread pays; below, waking it takes longer than the passes."""
@@ -89,7 +89,7 @@ class Update:
     def _bind(self) -> None:
         """Views of all memory that stays where it is from run to run."""
         self._addresses, self._places = self._present_addresses(), []
-        self._orders = [memory_order(p) for p in self._params]
+        self._orders = [_memory_order(p) for p in self._params]
         # a tensor that does not lie in memory like its parameter is read from a copy and written back
         fixed: dict[str | int, list[Tensor | None]] = {
             what: [flat(self._tensor(what, k), order) for k, order in enumerate(self._orders)]
@@ -251,7 +251,7 @@ def _check(params: Sequence[Tensor]) -> None:
         )
 
 
-def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
+def _memory_order(tensor: Tensor) -> tuple[int, ...] | None:
     """The order of dimensions in which ``tensor`` is contiguous (channels last, transposed), if it is not so by itself.
 
     ``None`` where it is, and where no order makes it so.

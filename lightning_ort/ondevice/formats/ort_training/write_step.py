@@ -19,7 +19,7 @@ from lightning_ort.onnx_reader import to_torch
 from lightning_ort.optim.update.update import reads_last
 from lightning_ort.runtime.tensors import ONNX
 
-__all__ = ["derived", "evaluation_model", "forward_part", "is_foreign", "training_model"]
+__all__ = ["derived", "evaluation_model", "is_foreign", "training_model"]
 
 
 def evaluation_model(step: StepGraph, state: TrainingState) -> ir.Model:
@@ -186,7 +186,7 @@ def derived(model: onnx.ModelProto, state: TrainingState, inputs: Sequence[str] 
     Raises:
         UnsupportedError: an operator that cannot be read or has no gradient, with its node.
     """
-    forward = forward_part(model, state)
+    forward = _forward_part(model, state)
     outputs = [o.name for o in forward.graph.output]
     infos = input_infos(forward)
     module = to_torch(forward, list(state.trained))
@@ -205,7 +205,7 @@ def derived(model: onnx.ModelProto, state: TrainingState, inputs: Sequence[str] 
     )
 
 
-def forward_part(model: onnx.ModelProto, state: TrainingState) -> onnx.ModelProto:
+def _forward_part(model: onnx.ModelProto, state: TrainingState) -> onnx.ModelProto:
     """What the outputs of ``model`` need, with the tensors of ``state`` as initializers.
 
     Raises:
