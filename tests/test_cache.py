@@ -51,3 +51,18 @@ def test_what_is_no_file_is_not_waited_for(monkeypatch, tmp_path):
     (tmp_path / "choices").mkdir()
     os.mkfifo(tmp_path / "choices" / "x.json")
     assert Cache("choices").read("x") is None
+
+
+@pytest.mark.parametrize(("function", "arguments"), [("scandir", []), ("unlink", ["--clear"])])
+def test_a_folder_of_somebody_else(monkeypatch, tmp_path, capsys, function, arguments):
+    monkeypatch.setenv("LIGHTNING_ORT_CACHE_DIR", str(tmp_path))
+    Cache("choices").write("x", {"a": 1})
+
+    def refused(path, **_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, function, refused)
+    assert cache(arguments) == 1
+    assert "Permission denied" in capsys.readouterr().err
+    Cache("choices").write("y", {"a": 1})
+    assert Cache("choices").read("y")["a"] == 1

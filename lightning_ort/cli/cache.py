@@ -19,7 +19,7 @@ def cache(arguments: Sequence[str] = ()) -> int:
         arguments: of the command: ``--clear`` or nothing.
 
     Returns:
-        0, or 1 if there is no folder.
+        0, or 1 if there is no folder, or one that this user may not read or change.
     """
     parser = argparse.ArgumentParser(
         "lightning-ort cache",
@@ -29,19 +29,19 @@ def cache(arguments: Sequence[str] = ()) -> int:
     parser.add_argument("--clear", action="store_true", help="remove all of it")
     clear = parser.parse_args(arguments).clear
     try:
-        folder = cache_folder()
+        print(cache_folder())
+        for kind, what in KINDS.items():
+            print(f"{kind}: {Cache(kind).clear()} removed" if clear else _described(kind, what))
     except OSError as error:
-        print(error, file=sys.stderr)
+        known = "LIGHTNING_ORT_CACHE_DIR" in str(error)
+        print(error if known else f"{error}. LIGHTNING_ORT_CACHE_DIR may name another folder.", file=sys.stderr)
         return 1
-    print(folder)
-    for kind, what in KINDS.items():
-        entries = Cache(kind)
-        if clear:
-            print(f"{kind}: {entries.clear()} removed")
-            continue
-        sizes = []
-        for entry in entries.entries():
-            with contextlib.suppress(OSError):  # another process has removed it
-                sizes.append(entry.stat().st_size)
-        print(f"{kind} ({what}): {len(sizes)}, {sum(sizes) / 1024:.1f} KiB")
     return 0
+
+
+def _described(kind: str, what: str) -> str:
+    sizes = []
+    for entry in Cache(kind).entries():
+        with contextlib.suppress(FileNotFoundError):  # another process has removed it
+            sizes.append(entry.stat().st_size)
+    return f"{kind} ({what}): {len(sizes)}, {sum(sizes) / 1024:.1f} KiB"

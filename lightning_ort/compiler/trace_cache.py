@@ -7,22 +7,21 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
 import sys
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import onnxruntime
 import torch
 from torch import fx
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_ort._version import __version__
 from lightning_ort.compiler.global_state import GlobalState
+from lightning_ort.compiler.torch_functions import are_replaced, lasting_name
 from lightning_ort.compiler.trace import Traced
 from lightning_ort.compiler.trace_files import NotWritable, decoded, encoded
 from lightning_ort.files.cache import Cache, is_in_use
@@ -30,7 +29,6 @@ from lightning_ort.runtime.memory import storage_key
 
 __all__ = ["TRACES", "TraceCache", "TraceKey", "copied", "size_facts"]
 
-_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _LARGEST_CONSTANT = 1 << 14
 """entries of a tensor in a graph, up to which its values are compared"""
 _NODES = 30_000
@@ -52,7 +50,7 @@ class TraceKey:
     @functools.cached_property
     def name(self) -> str | None:
         """What later processes find the trace by; ``None`` where they could not tell that a function is the same."""
-        if not all(map(_lasting_name, self.targets)):
+        if not all(map(lasting_name, self.targets)):
             return None
         return hashlib.sha256(repr((self.parts, _versions())).encode()).hexdigest()
 
@@ -71,6 +69,8 @@ class TraceKey:
                 validation in a fit and ``Trainer.validate`` share one.
         """
         targets: list[Any] = []
+        if are_replaced():
+            return None
         try:
             code = _described_module(graph, targets)
             inputs = _described_inputs(fakes, gradients=gradients)
@@ -116,29 +116,7 @@ class _Function:
         return id(self._function)
 
     def __repr__(self) -> str:
-        return _lasting_name(self._function)
-
-
-def _lasting_name(function: Any) -> str:
-    """By which a function of torch or Python is known in another process with the same versions, or an empty text."""
-    if isinstance(function, OpOverload):
-        return str(function) if function.namespace in ("aten", "prims") else ""
-    if isinstance(function, HigherOrderOperator):
-        module = type(function).__module__
-        return f"{module}.{function.name()}" if module.startswith("torch.") else ""
-    owner = getattr(function, "__objclass__", None) or getattr(function, "__self__", None)
-    module = getattr(function, "__module__", None) or (owner.__module__ if isinstance(owner, type) else "")
-    name = getattr(function, "__qualname__", "")
-    known = module in ("_operator", "builtins", "math") or module.partition(".")[0] == "torch"
-    if not known or not name:
-        return ""
-    return f"{module}.{name}" if "<" not in name else _functional().get(id(function), "")
-
-
-@functools.cache
-def _functional() -> dict[int, str]:
-    """Names of torch's functions of layers, of which those with two forms, such as poolings, are made by another."""
-    return {id(x): f"torch.nn.functional.{name}" for name, x in vars(torch.nn.functional).items() if callable(x)}
+        return lasting_name(self._function)
 
 
 @functools.cache
@@ -159,8 +137,8 @@ def _described_module(module: fx.GraphModule, targets: list[Any]) -> Hashable:
     for node in module.graph.nodes:
         rows.append(node.meta.get("stack_trace"))
         if node.op == "call_function":
-            if isinstance(node.target, FunctionType) and not node.target.__code__.co_filename.startswith(_TORCH):
-                raise _UnknownError  # what a user's function computes follows from more than what it is
+            if not lasting_name(node.target) and not _is_own(node.target):
+                raise _UnknownError  # what a user's function or operator computes follows from more than what it is
             targets.append(node.target)
             rows.append(_Function(node.target))
         elif node.op == "get_attr":
@@ -168,6 +146,10 @@ def _described_module(module: fx.GraphModule, targets: list[Any]) -> Hashable:
         elif node.op == "call_module":
             raise _UnknownError
     return tuple(rows)
+
+
+def _is_own(target: Any) -> bool:
+    return isinstance(target, (OpOverload, OpOverloadPacket)) and str(target).partition(".")[0] == "lightning_ort"
 
 
 def _described_attribute(module: torch.nn.Module, path: str, targets: list[Any]) -> Hashable:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
+import keyword
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -63,7 +64,7 @@ def decoded(content: dict[str, Any], fakes: Sequence[Any], mode: FakeTensorMode)
     try:
         with torch.no_grad():
             return _Reader(content, fakes, mode).traced()
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, SyntaxError, TypeError, ValueError) as error:
         raise NotWritable(str(error)) from error
 
 
@@ -170,7 +171,7 @@ def _plain_name(value: Any) -> str:
 
 
 def _name_of(target: Any) -> str:
-    if isinstance(target, OpOverload) and target.namespace in _NAMESPACES:
+    if isinstance(target, OpOverload) and target.namespace in _NAMESPACES and _is_functional(target):
         return str(target)
     name = _NAMES.get(target)
     if name is None:
@@ -185,9 +186,15 @@ def _named(name: str) -> Any:
     if namespace not in _NAMESPACES:
         raise NotWritable(name)
     found = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-    if not isinstance(found, OpOverload):
+    if not isinstance(found, OpOverload) or not _is_functional(found):
         raise NotWritable(name)
     return found
+
+
+def _is_functional(operator: OpOverload) -> bool:
+    """Whether an operator computes results from its arguments and does nothing else, with files say."""
+    schema = operator._schema
+    return not schema.is_mutable and bool(schema.returns) and all(a.name != "filename" for a in schema.arguments)
 
 
 def _expression(number: Any) -> Any:
@@ -263,7 +270,7 @@ class _Reader:
         elif op not in ("placeholder", "output") or not found.isidentifier():
             raise NotWritable(op)
         named = self._value(kwargs)
-        if not all(key.isidentifier() for key in named):  # these become code as they are
+        if not all(key.isidentifier() and not keyword.iskeyword(key) for key in named):  # these become code as they are
             raise NotWritable("names of arguments")
         node = self._graph.create_node(op, found, self._value(args), named, name=name)
         if "val" in meta:

@@ -115,18 +115,25 @@ class Cache:
             self._shrink(limit)
 
     def entries(self) -> Iterator[os.DirEntry[str]]:
-        """The files of all entries."""
-        with contextlib.suppress(OSError), os.scandir(self.folder) as found:
+        """The files of all entries.
+
+        Raises:
+            OSError: the folder is there and cannot be read.
+        """
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.folder) as found:
             yield from (e for e in found if e.name.endswith(".json") and e.is_file(follow_symlinks=False))
 
     def clear(self) -> int:
-        """Remove all entries; returns how many there were."""
-        removed = 0
-        for entry in list(self.entries()):
-            with contextlib.suppress(OSError):
+        """Remove all entries; returns how many there were.
+
+        Raises:
+            OSError: one cannot be removed.
+        """
+        entries = list(self.entries())
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):  # another process was first
                 os.unlink(entry.path)
-                removed += 1
-        return removed
+        return len(entries)
 
     @staticmethod
     def _shrink(limit: int) -> None:

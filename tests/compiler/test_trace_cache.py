@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ort import ORTStrategy
 from lightning_ort.compiler import ORTBackend, compilation
+from lightning_ort.compiler.torch_functions import are_replaced
 from lightning_ort.compiler.trace_cache import TRACES, copied
 from lightning_ort.runtime.config import RuntimeConfig
 
@@ -88,6 +89,71 @@ def test_functions_that_nobody_has_read(traces, monkeypatch):
     for factor in (1.0, 3.0):
         monkeypatch.setitem(globals(), "FACTOR", factor)
         call(lambda x: opaque(x).sum(), X.clone().requires_grad_())
+
+
+@torch._dynamo.allow_in_graph
+@torch.enable_grad()
+def opaque_and_wrapped(x):
+    return x * FACTOR
+
+
+class Gain:
+    def scaled(self, x):
+        return x * FACTOR
+
+
+gain = torch._dynamo.allow_in_graph(Gain().scaled)
+
+
+@torch.library.custom_op("tests_of_trace_cache::kept", mutates_args=())
+def kept(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+kept.register_fake(torch.empty_like)
+kept.register_autograd(lambda ctx, g: g * FACTOR)
+
+
+@pytest.mark.parametrize("placement", ["torch", "onnxruntime"])
+@pytest.mark.parametrize("function", [opaque, opaque_and_wrapped, gain, kept])
+def test_functions_of_others_follow_from_more_than_their_names(traces, monkeypatch, function, placement):
+    for number, factor in enumerate((1.0, 3.0), 1):
+        monkeypatch.setitem(globals(), "FACTOR", factor)
+        call(lambda x: (function(x) * 2).sum(), X.clone().requires_grad_(), placement=placement)
+        assert len(traces) == number
+
+
+def _tripled(original):
+    return lambda *args, **kwargs: original(*args, **kwargs) * 3
+
+
+@pytest.mark.parametrize("placement", ["torch", "onnxruntime"])
+@pytest.mark.parametrize(("owner", "name"), [(F, "scaled_dot_product_attention"), (torch, "layer_norm")])
+def test_functions_of_torch_that_somebody_has_replaced(monkeypatch, owner, name, placement):
+    """Torch's own call others by their names while they are traced."""
+    attention = nn.MultiheadAttention(6, 2, batch_first=True).double()
+
+    def function(x):
+        y = attention(x[None], x[None], x[None], need_weights=False)[0]
+        return F.layer_norm(y.tanh(), (6,)).tanh().square().sum()
+
+    x = X.double().requires_grad_()
+    (first, *_) = call(function, x, placement=placement)
+    monkeypatch.setattr(owner, name, _tripled(getattr(owner, name)))
+    (other, *_) = call(function, x, placement=placement)
+    assert (first - other).abs() > 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+def test_kernels_of_torch_that_somebody_has_replaced():
+    assert not are_replaced()
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        library.impl("silu", lambda x: x * torch.sigmoid(2 * x), "AutogradCPU")
+        assert are_replaced()
+    finally:
+        library._destroy()
+    assert not are_replaced()
 
 
 def constant(value):

@@ -158,6 +158,19 @@ def test_operators_of_others_are_not_written(made, folder):
     assert not folder.exists()
 
 
+def test_a_composite_operator_leaves_torchs_operators_and_is_not_written(made, folder):
+    """Of which nothing tells that its lines have changed."""
+    for number, factor in enumerate((1.0, 3.0), 1):
+        library = torch.library.Library("tests_of_trace_files", "FRAGMENT")
+        library.define("scaled(Tensor x) -> Tensor")
+        library.impl("scaled", lambda x, f=factor: x * f, "CompositeImplicitAutograd")
+        (got, *_) = results(lambda x: torch.ops.tests_of_trace_files.scaled(x).sum(), X)
+        torch.testing.assert_close(got, (X * factor).sum())
+        assert len(made) == number
+        library._destroy()
+    assert not folder.exists()
+
+
 def test_damaged_files_are_as_none(made, folder):
     x = X.clone().requires_grad_()
     first = results(FUNCTIONS["layers"], x)
@@ -181,6 +194,11 @@ HOSTILE = {
     "another operation": lambda t: t["nodes"][-2].__setitem__(0, "call_method"),
     "an argument with code": lambda t: t["nodes"][0].__setitem__(2, "x=print('called')"),
     "a name with code": lambda t: t["nodes"][-2].__setitem__(4, {"dict": [["x=print('called'), y", 1]]}),
+    "an argument that is a word of Python": lambda t: t["nodes"][-2].__setitem__(4, {"dict": [["if", 1]]}),
+    "a file": lambda t: t["nodes"][-2].__setitem__(2, "aten.from_file.default"),
+    "a change in place": lambda t: t["nodes"][-2].__setitem__(2, "aten.copy_.default"),
+    "a message": lambda t: t["nodes"][-2].__setitem__(2, "aten.warn.default"),
+    "a size that is none": lambda t: t["tensors"].append('[[["x", ["FloorDiv", 1, 0]]], [1], 0, "float32", "cpu"]'),
     "no node": lambda t: t["nodes"][-1].__setitem__(3, {"node": 10_000}),
     "another kind": lambda t: t["nodes"][-1].__setitem__(3, {"dtype": "load"}),
     "fewer inputs": lambda t: t["results"].__setitem__("inputs", []),
@@ -220,7 +238,7 @@ def test_names_are_those_of_torch():
     graph = torch.fx.symbolic_trace(lambda x: torch.tanh(x) + x)
     assert TraceKey.of(graph, [], compilation.GlobalState.present(), gradients=False).name
     list(graph.graph.nodes)[1].target = type("Callable", (), {"__call__": lambda self, x: x, "__name__": "tanh"})()
-    assert TraceKey.of(graph, [], compilation.GlobalState.present(), gradients=False).name is None
+    assert TraceKey.of(graph, [], compilation.GlobalState.present(), gradients=False) is None
 
 
 def test_the_text_is_small(made):
