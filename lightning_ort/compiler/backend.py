@@ -82,6 +82,8 @@ class ORTBackend:
             if handled is not None:
                 self._fallback([handled])
                 return _raising(LeftToPython())
+            if _has_collectives(graph):
+                raise Untraceable("a collective, which all processes make once, is in a graph that may run more often")
             as_in_eager(graph)
             as_autograd_knows_it(graph)
             parts = cut_at_results(graph)
@@ -141,6 +143,12 @@ def _raising(error: Exception) -> Callable[..., Any]:
         raise error
 
     return call
+
+
+def _has_collectives(graph: fx.GraphModule) -> bool:
+    """Whether it has operators by which processes exchange tensors, also in a graph inside of it."""
+    graphs = [module.graph for module in graph.modules() if isinstance(module, fx.GraphModule)]
+    return any("c10d_functional" in str(n.target) for g in graphs for n in g.nodes if n.op == "call_function")
 
 
 def _device(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> torch.device:

@@ -1,9 +1,12 @@
-"""Python's and NumPy's own values in code that Dynamo compiles.
+"""Python's and NumPy's own values, and calls of other processes, in code that Dynamo compiles.
 
 Dynamo has stand-ins for NumPy's functions, for queues and for Python's random numbers. Some of them are other than the
 real ones: sized draws come from torch's generator, numbers become arrays, a full ``deque(maxlen=...)`` keeps one entry
 too many, ``random.uniform`` arrives in another type than the graph was made for. While steps are compiled, such code is
 Python's, at the cost of a graph break; functions of numbers that are known when a step is compiled are computed then.
+
+So are the collectives of ``torch.distributed``: all processes make each of them once a step, and a graph may run more
+often, when it is compared and measured.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from torch._dynamo.source import RandomValueSource
 from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.dicts import ConstDictVariable
+from torch._dynamo.variables.functions import CollectiveFunctionRewriteVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import DequeVariable
 from torch._dynamo.variables.misc import NumpyVariable, RandomVariable
@@ -174,8 +178,13 @@ def _is_drawn(builder: Any, value: Any) -> str | None:
     return "a random number with a fraction" if drawn else None
 
 
+def _is_collective(function: Any, *_: Any) -> str:
+    return f"torch.distributed.{function.fn.__name__}"
+
+
 _FAITHLESS: list[tuple[type, str, Callable[..., str | None]]] = [
     (VariableBuilder, "wrap_unspecialized_primitive", _is_drawn),
+    (CollectiveFunctionRewriteVariable, "call_function", _is_collective),
     (DequeVariable, "call_method", _queue_changes),
     (RandomVariable, "call_method", _draws),
     (OrderedDictVariable, "call_method", _order_changes),

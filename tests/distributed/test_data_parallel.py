@@ -22,7 +22,7 @@ def results(world: int, folder: Path, *scenarios: str) -> list[dict[str, Any]]:
 
 SCENARIOS = ("images", "images32", "text", "text32", "recurrent", "adversaries", "synced")
 # what the strategy does around graphs, whoever runs them
-AROUND = ("hooks", "combined", "sharded", "overflowing", "agreement", "in turns")
+AROUND = ("hooks", "combined", "sharded", "overflowing", "agreement", "centred", "in turns")
 OF_FOUR = ("images", "synced", "combined")
 
 
@@ -140,6 +140,14 @@ def test_steps_are_left_out_by_all_ranks(of_two):
 def test_one_choice_for_all_ranks(of_two):
     first, second = (rank["agreement"]["seen"] for rank in of_two)
     assert first == second
+
+
+@pytest.mark.stock_only
+def test_tensors_that_ranks_exchange_in_a_step(of_two):
+    for rank in of_two:
+        for found in (rank["centred"], rank["centred"]["again"]):
+            assert_close(found["ort"], found["eager"], 1e-9)
+            assert found["graphs"] > 0
 
 
 @pytest.mark.stock_only

@@ -15,6 +15,7 @@ from unittest import mock
 import scenarios
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback
@@ -138,6 +139,20 @@ class Overflowing(Recurrent):
         x, y = batch
         loss = F.cross_entropy(self.head(x.flatten(1)[:, :10]), y)
         return loss + self.head.bias.sum() * torch.where(x[0, 0, 0, 0] > 1e3, torch.inf, 0.0)
+
+
+class Centred(Recurrent):
+    """Ranks exchange tensors in the step: in place, as a list, and by an operator that Dynamo has in graphs."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        logits = self.head(x.flatten(1)[:, :10]).tanh()
+        centre = logits.detach().mean(0)
+        dist.all_reduce(centre)
+        everyones = [torch.empty_like(centre) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyones, logits.detach().amax(0))
+        loss = F.cross_entropy(logits - centre / dist.get_world_size() + torch.stack(everyones).mean(0), y)
+        return loss + funcol.all_reduce(logits.detach().square().mean(), "sum", dist.group.WORLD) * logits.mean()
 
 
 def data(dtype: torch.dtype, rows: int = 256) -> TensorDataset:
@@ -279,6 +294,22 @@ def agreement() -> dict[str, Any]:
     return {"seen": seen}
 
 
+def centred(folder: Path) -> dict[str, Any]:
+    """One rank measures and the other knows already; what is measured runs graphs more often than steps."""
+    from lightning_ort.compiler import contest
+
+    rank = dist.get_rank()
+    settings = {"LIGHTNING_ORT_MEASURE": "1", "LIGHTNING_ORT_CACHE_DIR": str(folder / f"cache of centred {rank}")}
+    with mock.patch.dict("os.environ", settings):
+        found = compared(Centred, unused=True, max_steps=12)
+        if rank == 1:
+            contest.MEMORY.forget()
+            os.environ["LIGHTNING_ORT_CACHE_DIR"] = str(folder / "another of centred")
+        found["again"] = compared(Centred, unused=True, max_steps=12)
+    contest.MEMORY.forget()
+    return found
+
+
 class Ways(Callback):
     """Whether each call of the training step was made as it is, and what is known of it."""
 
@@ -360,6 +391,7 @@ def scenarios_in(folder: Path) -> dict[str, Any]:
         "sharded": lambda: sharded(folder),
         "overflowing": overflowing,
         "agreement": agreement,
+        "centred": lambda: centred(folder),
         "in turns": lambda: in_turns(folder),
     }
 
