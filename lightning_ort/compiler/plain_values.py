@@ -14,23 +14,28 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import numpy as np
+import torch
 from torch import fx
 
 # Private: Dynamo has no public way to leave a type to Python.
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.source import RandomValueSource
+from torch._dynamo.source import RandomValueSource, TensorPropertySource
 from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.functions import CollectiveFunctionRewriteVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
-from torch._dynamo.variables.lists import DequeVariable
+from torch._dynamo.variables.lists import BaseListVariable, DequeVariable
 from torch._dynamo.variables.misc import NumpyVariable, RandomVariable
+from torch._dynamo.variables.tensor import SymNodeVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._dynamo.variables.user_defined import (
     OrderedDictVariable,
     UserDefinedClassVariable,
@@ -46,6 +51,10 @@ SETTINGS = {"trace_numpy": False}
 
 _OF_NUMBERS = {np.prod, np.clip, np.round, np.float64, np.int64}
 """what is folded beside ufuncs"""
+_NAMES = "add sub mul truediv floordiv mod pow neg pos abs iadd isub imul itruediv ifloordiv imod ipow"
+_ARITHMETIC = {abs, *(getattr(operator, name) for name in _NAMES.split())}
+_OF_TRUTHS = (operator.invert, operator.add, operator.mul, operator.iadd, operator.imul)
+_TENSORS = (torch.tensor, torch.as_tensor, torch.asarray)
 _READERS = {
     *("__bool__", "__contains__", "__eq__", "__getitem__", "__iter__", "__len__", "__ne__", "__reversed__"),
     *("copy", "count", "index"),
@@ -76,20 +85,24 @@ def left_to_python() -> Iterator[None]:
 
 
 def as_declared(graph: fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run``, given numbers that Python's ``random`` has drawn in the type that Dynamo's ``graph`` was made for."""
-    placeholders = graph.graph.find_nodes(op="placeholder")
-    drawn = [
-        (i, val.dtype)
-        for i, node in enumerate(placeholders)
-        if isinstance(source_of(node), RandomValueSource) and (val := node.meta["example_value"]).is_floating_point()
-    ]
-    if not drawn:
+    """``run``, given the numbers that Dynamo's ``graph`` was made for.
+
+    Those that Python's ``random`` has drawn arrive in another type, and integers of NumPy's as they are.
+    """
+    convert: list[tuple[int, Callable[[Any], Any]]] = []
+    for i, node in enumerate(graph.graph.find_nodes(op="placeholder")):
+        source, val = source_of(node), node.meta["example_value"]
+        if isinstance(val, torch.SymInt) and not isinstance(source, TensorPropertySource):
+            convert.append((i, operator.index))
+        elif isinstance(source, RandomValueSource) and val.is_floating_point():
+            convert.append((i, functools.partial(torch.Tensor.to, dtype=val.dtype)))
+    if not convert:
         return run
 
     def converted(*args: Any) -> Any:
         given = list(args)
-        for i, dtype in drawn:
-            given[i] = given[i].to(dtype)
+        for i, to in convert:
+            given[i] = to(given[i])
         return run(*given)
 
     return converted
@@ -97,7 +110,17 @@ def as_declared(graph: fx.GraphModule, run: Callable[..., Any]) -> Callable[...,
 
 def _wrap_float(builder: VariableBuilder, value: np.float64) -> Any:
     """A number that NumPy has computed is a float, and no array: arrays would widen a loss, and are not logged."""
-    return builder.wrap_symfloat(value.item())
+    return _of_numpy(builder.wrap_symfloat(value.item()))
+
+
+def _wrap_literal(builder: VariableBuilder, value: np.int64 | np.bool_) -> Any:
+    """Likewise, of those that compute as Python's do."""
+    return _of_numpy(builder.wrap_literal(value.item()))
+
+
+def _wrap_short(builder: VariableBuilder, value: np.generic) -> NoReturn:
+    """Numbers of fewer bits round, or go round, in ways of their own."""
+    _break(f"a number of the type np.{type(value).__name__}")
 
 
 def _wrap_queue(builder: VariableBuilder, value: collections.deque[Any]) -> Any:
@@ -108,7 +131,67 @@ def _wrap_queue(builder: VariableBuilder, value: collections.deque[Any]) -> Any:
     return result
 
 
-_WRAPPERS: dict[Any, Callable[..., Any]] = {np.float64: _wrap_float, collections.deque: _wrap_queue}
+_SHORT = (np.float32, np.float16, np.int32, np.int16, np.int8, np.uint64, np.uint32, np.uint16, np.uint8)
+_WRAPPERS: dict[Any, Callable[..., Any]] = {
+    np.float64: _wrap_float,
+    np.int64: _wrap_literal,
+    np.bool_: _wrap_literal,
+    **dict.fromkeys(_SHORT, _wrap_short),
+    collections.deque: _wrap_queue,
+}
+
+
+def _of_numpy(number: Any) -> Any:
+    """``number``, marked as one of NumPy's, of which torch makes tensors of 64 bits."""
+    if isinstance(number, ConstantVariable) and isinstance(number.value, bool) and number.source is None:
+        number = ConstantVariable(number.value)  # not the one that there is for all
+    number.is_of_numpy = True
+    return number
+
+
+def _is_of_numpy(number: Any) -> bool:
+    known = number.realize() if isinstance(number, LazyVariableTracker) else number
+    return getattr(known, "is_of_numpy", False)
+
+
+def _marking(call: Callable[..., Any]) -> Callable[..., Any]:
+    """What is computed of NumPy's numbers is one of them."""
+
+    def method(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.fn in _OF_TRUTHS and all(_is_truth(a, of_any=self.fn is operator.invert) for a in args):
+            _break(f"{self.fn.__name__} of a truth value of NumPy's")  # of Python's it is an integer
+        result = call(self, tx, args, kwargs)
+        if self.fn in _ARITHMETIC and any(map(_is_of_numpy, args)):
+            known = isinstance(result, (SymNodeVariable, ConstantVariable))
+            return _of_numpy(result) if known else result
+        return result
+
+    return method
+
+
+def _is_truth(value: Any, *, of_any: bool) -> bool:
+    """A truth value of NumPy's, or of anybody: what NumPy has compared is not marked, and nobody inverts Python's."""
+    known = value.realize() if isinstance(value, LazyVariableTracker) else value
+    number = isinstance(known, (ConstantVariable, SymNodeVariable))
+    return number and (of_any or _is_of_numpy(known)) and known.python_type() is bool
+
+
+def _making_tensors(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Tensors of NumPy's numbers have their type, those of Python's the default one."""
+
+    def method(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.value in _TENSORS and "dtype" not in kwargs and any(map(_has_numpys_float, args)):
+            kwargs = {**kwargs, "dtype": ConstantVariable.create(torch.float64)}
+        return call(self, tx, args, kwargs)
+
+    return method
+
+
+def _has_numpys_float(data: Any) -> bool:
+    known = data.realize() if isinstance(data, LazyVariableTracker) else data
+    if isinstance(known, BaseListVariable):
+        return any(map(_has_numpys_float, known.items))
+    return _is_of_numpy(known) and known.python_type() is float
 
 
 def _breaking(original: Callable[..., Any], why: Callable[..., str | None]) -> Callable[..., Any]:
@@ -134,7 +217,7 @@ def _call_numpy(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> 
         if all(a.is_python_constant() for a in known):
             result = self.value(*(a.as_python_constant() for a in known))
             if isinstance(result, (np.float64, np.int64, np.bool_)):
-                return ConstantVariable.create(result.item())
+                return _of_numpy(ConstantVariable.create(result.item()))
     _break(f"np.{self.value.__name__}")
 
 
@@ -194,6 +277,8 @@ _FAITHLESS: list[tuple[type, str, Callable[..., str | None]]] = [
 """Methods of Dynamo, and what says whether a call of one is to be a graph break, by the call's arguments."""
 _REPLACED: list[tuple[type, str, Callable[..., Callable[..., Any]]]] = [
     (NumpyVariable, "call_function", lambda original: _call_numpy),
+    (BuiltinVariable, "call_function", _marking),
+    (TorchInGraphFunctionVariable, "call_function", _making_tensors),
     (UserDefinedTupleVariable, "__init__", _begun),
 ]
 """Methods of Dynamo, and what makes the one that takes their place."""

@@ -117,6 +117,43 @@ def test_skipped_steps_are_no_updates():
     assert {float(state["step"]) for state in optimizer.state.values()} == {float(report.in_ort)}
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Wraps another one, as it is often written: without ``Optimizer.__init__``, so that it has no hooks."""
+
+    def __init__(self, inner):
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+        self.defaults, self.slow = (
+            inner.defaults,
+            [[p.detach().clone() for p in g["params"]] for g in self.param_groups],
+        )
+
+    def step(self, closure=None):
+        loss = self.inner.step(closure)
+        for group, kept in zip(self.param_groups, self.slow, strict=True):
+            for p, slow in zip(group["params"], kept, strict=True):
+                slow.lerp_(p.detach(), 0.5)
+                p.data.copy_(slow)
+        return loss
+
+    def zero_grad(self, set_to_none=True):
+        self.inner.zero_grad(set_to_none)
+
+
+class Wrapped(Regressor):
+    def configure_optimizers(self):
+        return Lookahead(torch.optim.SGD(self.parameters(), 0.1))
+
+
+def test_an_optimizer_without_hooks():
+    eager = fit(Wrapped, curve, strategy="auto", max_epochs=4)
+    other = fit(Wrapped, curve, strategy=ORTStrategy(), max_epochs=4)
+    assert_same_outcome(eager, other, 1e-4)
+    (report,) = optimizers_of(other)
+    assert "Lookahead is not known" in report.reasons[0].reason
+    with pytest.raises(UnsupportedError, match="Lookahead cannot be updated in ONNX Runtime"):
+        fit(Wrapped, curve, strategy=ORTStrategy(optimizer="ort", on_unsupported="error"), max_steps=1)
+
+
 class Newton(Regressor):
     def configure_optimizers(self):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)

@@ -15,8 +15,11 @@ from parity import fit, step_report
 from torch import nn
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.functions import CollectiveFunctionRewriteVariable
 from torch._dynamo.variables.lists import DequeVariable
 from torch._dynamo.variables.misc import NumpyVariable, RandomVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._dynamo.variables.user_defined import OrderedDictVariable, UserDefinedTupleVariable
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
@@ -196,10 +199,49 @@ def packed(self, x, i):
     return loss_of(self, padded.flatten(0, 1)) + lengths.sum() * self.net.bias.sum()
 
 
+def cut(self, x, i):
+    """As CutMix does, with a graph break between."""
+    left, right = np.clip(np.random.randint(4) - 1, 0, 3), np.clip(np.random.randint(4) + 1, 0, 3)
+    kept = 1 - (right - left) / 9
+    if random.random() < 0.5:
+        x = torch.cat([x[:, :left], x.flip(0)[:, left:right], x[:, right:]], 1)[:, :3]
+    loss = kept * loss_of(self, x)
+    self.log("kept", kept)
+    return loss
+
+
+def picked(self, x, i):
+    number = np.argmax(np.random.rand(4)) + 1
+    total = sum(loss_of(self, x) for _ in range(number))
+    return (
+        total * torch.tensor(number) + [1.0, 2.0, 3.0, 4.0, 5.0][number] * self.net(x[:number]).abs().mean() ** number
+    )
+
+
+def flagged(self, x, i):
+    flag = np.random.rand() < np.float64(0.5)
+    y = self.net(x) * flag + (~flag) * 0.5
+    return y.square().mean() * (2 if flag else 3) * torch.tensor(flag) + self.net.bias.sum()
+
+
+def short_numbers(self, x, i):
+    factor, number = np.random.rand(3).astype(np.float32)[0], np.random.randint(1, 4, 2).astype(np.int32)[0]
+    self.log("factor", factor)
+    return (1 - factor * 3) * loss_of(self, x * number) * torch.tensor(factor)
+
+
+def tensors_of_numbers(self, x, i):
+    """Of 64 bits, which a loss takes over."""
+    constants = torch.tensor([np.sqrt(self.width) / 3, 0.1]).sum() + torch.as_tensor(np.log(2 * np.pi))
+    self.share = np.random.choice([0.5, 0.25])
+    return loss_of(self, x).double() * (constants + torch.tensor(1 - self.share / 3) + torch.tensor(0.1))
+
+
 STEPS = [
     sized_draws, seeded_draws, mixed_up, statistics, scheduled, computed_with, known_numbers,
     functions_of_a_counter, beyond_64_bits, taken_from_the_end, hooked, uniform, flipped, drawn, own_dice,
     least_recently_used, of_the_class, appended, appended_left, extended, own_queue, replaced, packed,
+    cut, picked, flagged, short_numbers, tensors_of_numbers,
 ]  # fmt: skip
 
 
@@ -219,6 +261,13 @@ def test_steps(step):
     assert other.module.seen == pytest.approx(eager.module.seen, rel=1e-4, abs=1e-5)
     assert other.module.dtype_of_loss == eager.module.dtype_of_loss
     torch.testing.assert_close(other.module.state_dict(), eager.module.state_dict(), rtol=1e-4, atol=1e-5)
+
+
+def test_tensors_of_numbers_are_exact():
+    eager, _ = trained(tensors_of_numbers, "auto")
+    for options in ({"verify": False}, {"placement": "onnxruntime"}):
+        other, _ = trained(tensors_of_numbers, ORTStrategy(**options))
+        assert other.module.seen == pytest.approx(eager.module.seen, rel=3e-7)
 
 
 def test_numbers_that_are_known_break_no_graph():
@@ -267,7 +316,8 @@ def test_without_the_strategy_numbers_drawn_have_their_types(x):
 
 def test_dynamo_is_left_as_it_was():
     places = [(kind, "call_method") for kind in (DequeVariable, OrderedDictVariable, RandomVariable)]
-    places += [(NumpyVariable, "call_function"), (SideEffects, "store_attr")]
+    classes = (NumpyVariable, BuiltinVariable, TorchInGraphFunctionVariable, CollectiveFunctionRewriteVariable)
+    places += [*((kind, "call_function") for kind in classes), (SideEffects, "store_attr")]
     places += [(VariableBuilder, "wrap_unspecialized_primitive"), (UserDefinedTupleVariable, "__init__")]
 
     def state():

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_ort.distributed.sharding import local_part
 from lightning_ort.errors import UnsupportedError
@@ -84,10 +85,13 @@ class StepHook:
             previous.remove()
         self._threads, self._fewer = UpdateThreads(), (-1, False)
         self._idle_for = -1
-        self._handles = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        ]
+        self._handles: list[RemovableHandle] = []
+        # one that wraps another without ``Optimizer.__init__`` has no place for them; of its class nothing is known
+        if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            self._handles = [
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+            ]
         _PRESENT[optimizer] = weakref.ref(self)
 
     def remove(self) -> None:
@@ -108,7 +112,7 @@ class StepHook:
 
     def come_last(self) -> None:
         """See to it that no other pre-hook comes after this one: it would find the update made."""
-        if not self._is_last():
+        if self._handles and not self._is_last():
             self._handles[0].remove()
             self._handles[0] = self.optimizer.register_step_pre_hook(self._before_step)
 
