@@ -167,10 +167,9 @@ class CompiledMethods:
             raise
         finally:
             self._lists.remove()
+            self._just_read = None
             if self._observer.compilations != compilations:
                 self._observer.collect()
-            self._just_read = None
-            if self._observer.compilations != compilations or name in self._open_sizes.undecided:
                 self._open_sizes.note(name, (args, kwargs))
             self._running, self._called = outer, caller
         self._after()

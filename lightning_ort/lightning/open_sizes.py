@@ -22,9 +22,6 @@ __all__ = ["OpenSizes", "makes_batches_its_own_way", "smaller_at_the_end"]
 _DEEPEST = 8
 """levels of a batch that are looked into"""
 
-_ENOUGH = 64
-"""batches after which a length that has not changed is taken for one that does not"""
-
 _STAGES = {"training_step": "train", "validation_step": "val", "test_step": "test", "predict_step": "predict"}
 
 Sizes = list[list[int | None]]
@@ -37,10 +34,6 @@ class OpenSizes:
     Without it, a step is compiled for its first batch alone, and again, for batches of many sizes, when a second one
     differs: the last batch of an epoch, or the first longer sentence.
 
-    Attributes:
-        undecided: steps whose batches may differ in length, as far as their loaders tell, to how many have been noted;
-            :meth:`note` is to be called for each batch of theirs.
-
     Args:
         module: whose steps are compiled.
     """
@@ -49,7 +42,6 @@ class OpenSizes:
         self._owner = _owner(type(module))
         self._cache = Cache("sizes")
         self._of_step: dict[str, dict[str, Sizes]] = {}
-        self.undecided: dict[str, int] = {}
 
     @contextlib.contextmanager
     def expecting(self, step: str, arguments: Any, trainer: pl.Trainer | None) -> Iterator[None]:
@@ -71,29 +63,22 @@ class OpenSizes:
                 else:
                     # batches of validation may be larger for good
                     is_open = None in known or (dim > 0 and any(other != size for other in known))
-                    if not is_open and pads and before is None and dim == 1 and _is_text(x):
-                        is_open = True
-                        self.undecided.setdefault(step, 0)
+                    # also where an earlier run has met one length alone: its graphs are there, and as fast
+                    is_open = is_open or (pads and dim == 1 and _is_text(x))
                 if is_open and size > 1:  # 0 and 1 are special to broadcasting, and open in no graph
                     open_sizes.append((x, dim))
         with marked_open(open_sizes):
             yield
 
     def note(self, step: str, arguments: Any) -> None:
-        """Take down the sizes of a batch that something was compiled for, or that decides something."""
+        """Take down the sizes of a batch that something was compiled for."""
         tensors = list(tensors_of(arguments))
         kind, present = _kind(tensors), [list(x.shape) for x in tensors]
         of_kind = self._of_step.setdefault(step, {})
         known = of_kind.get(kind)
         merged = _merged(known or present, present)
         of_kind[kind] = merged
-        decided = False
-        if step in self.undecided:
-            self.undecided[step] += 1
-            decided = self.undecided[step] == _ENOUGH
-            if decided:
-                del self.undecided[step]
-        if (decided or (known is not None and merged != known)) and learns():
+        if known is not None and merged != known and learns():
             self._cache.write(self._key(step, kind), {"sizes": merged})
 
     def _remembered(self, step: str, kind: str, present: Sequence[Sequence[int]]) -> Sizes | None:
