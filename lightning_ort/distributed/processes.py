@@ -156,7 +156,7 @@ class Processes:
             chosen = [t.detach() for t in tensors if t.dtype == dtype]
             flat = torch.cat([t.to(self._device).flatten() for t in chosen])
             with self._exchange("states"):
-                dist.broadcast(flat, source)
+                dist.broadcast(flat.view(torch.uint8), source)  # gloo and nccl do not know all types
             if self.rank != source:
                 for tensor, part in zip(chosen, flat.split([t.numel() for t in chosen]), strict=True):
                     tensor.copy_(part.view(tensor.shape))

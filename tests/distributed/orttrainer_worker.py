@@ -229,6 +229,20 @@ def parts() -> dict[str, Any]:
     return {"found": found, "in place": all(found[n] is t for n, t in held.items())}
 
 
+DTYPES = [
+    torch.bool, torch.uint8, torch.int16, torch.uint16, torch.int64, torch.float16, torch.bfloat16, torch.float64,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64,
+]  # fmt: skip
+
+
+def of_rank_1() -> dict[str, Any]:
+    """Tensors of all element types, of other strides, and without elements, as rank 1 has them."""
+    found = [torch.full((2, 3), RANK).to(dtype).t() for dtype in DTYPES]
+    empty = torch.zeros(0, 3, dtype=torch.int16)
+    Processes(RANK, WORLD, torch.device("cpu")).broadcast([*found, empty], 1)
+    return {str(t.dtype): t.to(torch.complex64) for t in found}
+
+
 class WithLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -359,7 +373,8 @@ def main() -> None:
         "adasum post": combined_by_adasum(4, post=True),
     }
     found |= {f"stage {stage}": resumed(folder, stage) for stage in (0, 1)}
-    found |= {"refused": refused(), "parts": parts(), "sessions": of_sessions(), "older": of_the_older_class(folder)}
+    found |= {"refused": refused(), "parts": parts(), "types": of_rank_1()}
+    found |= {"sessions": of_sessions(), "older": of_the_older_class(folder)}
     dies(folder, found)
 
 

@@ -163,6 +163,14 @@ def test_gradients_that_not_all_ranks_have(ranks):
         assert torch.equal(found["b"], torch.full((2, 3), 1.5, dtype=torch.float64))
 
 
+def test_tensors_of_all_types_are_exchanged(ranks):
+    """Also those that gloo does not know."""
+    for rank in ranks:
+        assert {"torch.int16", "torch.uint16", "torch.float8_e5m2"} < rank["types"].keys()
+        for name, x in rank["types"].items():
+            assert torch.equal(x, torch.ones(3, 2, dtype=torch.complex64)), name
+
+
 @pytest.mark.parametrize("case", ["adam", "lamb", "each", "post", "zero", "resumed"])
 def test_sessions(ranks, case):
     found = [{k: tensors(state) for k, state in rank["sessions"][case].items()} for rank in ranks]
