@@ -114,8 +114,9 @@ class TrainerState:
         """Give all processes the state of rank 0 before the first step, and before the first one after a loading."""
         if self._processes is None or self._replicated:
             return
-        self._processes.agree(_facts(self), self._weights, self._optimizer.names())
-        self._processes.broadcast(list(self._weights.values()))
+        tensors = self._with_all_buffers()
+        self._processes.agree(_facts(self), tensors, self._optimizer.names())
+        self._processes.broadcast(list(tensors.values()))
         numbers = _numbers(self)
         if not self._shares_states():
             moments = self._optimizer.updater.moments.values()
@@ -123,6 +124,12 @@ class TrainerState:
             numbers["optimizer"] = self._optimizer.counts()
         _load_state(self, self._processes.of_first(numbers))
         self._replicated = True
+
+    def _with_all_buffers(self) -> dict[str, Tensor]:
+        """The weights, and those buffers of model and loss that are in no state; each tensor once."""
+        known = {id(t) for t in self._weights.values()}
+        buffers = {name: t for name, t in self._combined.named_buffers() if id(t) not in known}
+        return self._weights | {name.removeprefix("model."): t for name, t in buffers.items()}
 
     def _shares_states(self) -> bool:
         return self._processes is not None and self.options.distributed.deepspeed_zero_optimization.stage > 0

@@ -243,6 +243,54 @@ def of_rank_1() -> dict[str, Any]:
     return {str(t.dtype): t.to(torch.complex64) for t in found}
 
 
+class Shifted(nn.Module):
+    """A model, or a loss, with buffers of this rank's own: in its states, in none, and one of elements in two places.
+
+    Args:
+        module: the rest of it.
+        value: of the buffers.
+        width: of the one that all ranks must have in the same size.
+    """
+
+    def __init__(self, module: Any, value: float, width: int = 1) -> None:
+        super().__init__()
+        self.module = module
+        self.register_buffer("kept", torch.full((1,), value))
+        self.register_buffer("own", torch.full((width,), value), persistent=False)
+        self.register_buffer("same", self.own, persistent=False)
+        self.register_buffer("wide", torch.full((1, 1), value).expand(4, 1), persistent=False)
+
+    def shift(self) -> Tensor:
+        return (self.kept * self.own.sum() + self.wide.sum()) / 10
+
+
+class ShiftedModel(Shifted):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x) + self.shift()
+
+
+class ShiftedLoss(Shifted):
+    def forward(self, prediction: Tensor, label: Tensor) -> Tensor:
+        return self.module(prediction, label) * self.shift()
+
+
+def shifted(value: float, distributed: dict[str, Any] | None, width: int = 1) -> ORTTrainer:
+    if distributed is not None:
+        distributed = {"world_rank": RANK, "world_size": WORLD}
+    model, loss = ShiftedModel(make(), value, width), ShiftedLoss(cross_entropy, value + 1)
+    settings = options(distributed=distributed or {})
+    return ORTTrainer(model, description(), SGD(lr=0.1), loss_fn=loss, options=settings)
+
+
+def buffers() -> dict[str, Any]:
+    """All buffers of model and loss as they are on each rank, and the weights that they lead to."""
+    ours = run(shifted(1.0 + RANK, {}), batches(count=3), whole=False, double=False)
+    one = run(shifted(1.0, None), batches(count=3), whole=True, double=False)
+    held = {name: t.clone() for name, t in ours._combined.named_buffers()}
+    other = error_of(lambda: run(shifted(1.0, {}, 1 + RANK), batches(count=1), whole=False, double=False))
+    return {"held": held, "ours": weights(ours), "one": weights(one), "other": other}
+
+
 class WithLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -373,7 +421,7 @@ def main() -> None:
         "adasum post": combined_by_adasum(4, post=True),
     }
     found |= {f"stage {stage}": resumed(folder, stage) for stage in (0, 1)}
-    found |= {"refused": refused(), "parts": parts(), "types": of_rank_1()}
+    found |= {"refused": refused(), "parts": parts(), "types": of_rank_1(), "buffers": buffers()}
     found |= {"sessions": of_sessions(), "older": of_the_older_class(folder)}
     dies(folder, found)
 

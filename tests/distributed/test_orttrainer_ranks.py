@@ -70,6 +70,16 @@ def test_all_ranks_begin_with_the_state_of_rank_0(ranks):
     assert all(rank["counts"] == {"optimization_step": 5, "step": 5} for rank in found)
 
 
+def test_all_ranks_begin_with_the_buffers_of_rank_0(ranks):
+    found = [rank["buffers"] for rank in ranks]
+    assert len(found[0]["held"]) == 6 and {x.unique().item() for x in found[0]["held"].values()} == {1.0, 2.0}
+    assert_ranks_equal([rank["held"] for rank in found])
+    assert_ranks_equal([rank["ours"] for rank in found])
+    assert_close(found[0]["ours"], found[0]["one"], 1e-5)
+    message = r"ValueError: .* same weight 8, but rank 0 has \('own', \(1,\), 'torch.float32', .*, and rank 1 .*\(2,\)"
+    assert all(re.match(message, rank["other"]) for rank in found)
+
+
 def test_a_step_that_fails_in_one_rank_changes_nothing(ranks):
     errors = [rank["interrupted"]["errors"] for rank in ranks]
     assert not errors[0] and len(errors[1]) == 3 and all("train_step failed" in error for error in errors[1])
