@@ -291,6 +291,29 @@ def buffers() -> dict[str, Any]:
     return {"held": held, "ours": weights(ours), "one": weights(one), "other": other}
 
 
+class Emptied(nn.Module):
+    """One weight, and a parameter without elements, which is the share of rank 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.none = nn.Linear(20, 10, bias=False), nn.Parameter(torch.zeros(0, 3))
+        nn.init.constant_(self.linear.weight, 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.none.sum()
+
+
+def empty_share() -> dict[str, Any]:
+    def made(distributed: dict[str, Any]) -> ORTTrainer:
+        settings = options(distributed=distributed)
+        return ORTTrainer(Emptied(), description(), SGD(lr=0.1), loss_fn=cross_entropy, options=settings)
+
+    ours = made({"world_rank": RANK, "world_size": WORLD, **ZERO})
+    run(ours, batches(count=3), whole=False, double=False)
+    one = run(made({}), batches(count=3), whole=True, double=False)
+    return {"ours": weights(ours), "one": weights(one), "share": list(ours._optimizer.updater.counts)}
+
+
 class WithLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -421,7 +444,13 @@ def main() -> None:
         "adasum post": combined_by_adasum(4, post=True),
     }
     found |= {f"stage {stage}": resumed(folder, stage) for stage in (0, 1)}
-    found |= {"refused": refused(), "parts": parts(), "types": of_rank_1(), "buffers": buffers()}
+    found |= {
+        "refused": refused(),
+        "parts": parts(),
+        "types": of_rank_1(),
+        "buffers": buffers(),
+        "empty": empty_share(),
+    }
     found |= {"sessions": of_sessions(), "older": of_the_older_class(folder)}
     dies(folder, found)
 

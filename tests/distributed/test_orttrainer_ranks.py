@@ -63,6 +63,14 @@ def test_moments_of_zero_are_shared_out(ranks):
     assert [rank["adam"]["kept"] for rank in ranks] == [ranks[0]["adam"]["kept by one"]] * 2
 
 
+def test_a_share_without_elements(ranks):
+    found = [rank["empty"] for rank in ranks]
+    assert [rank["share"] for rank in found] == [["linear.weight"], ["none"]]
+    trained, one = ({"linear.weight": found[0][which]["linear.weight"]} for which in ("ours", "one"))
+    assert_ranks_equal([rank["ours"] for rank in found])
+    assert_close(trained, one, 1e-5)
+
+
 def test_all_ranks_begin_with_the_state_of_rank_0(ranks):
     found = [rank["starts"] for rank in ranks]
     assert_ranks_equal([rank["ours"] for rank in found])
