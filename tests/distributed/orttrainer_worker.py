@@ -26,7 +26,7 @@ sys.path[:0] = [str(HERE.parent / "helpers")]
 
 from orttrainer_models import ADAM, LAMB, SGD, batches, cross_entropy, description, make, options  # noqa: E402
 
-from lightning_ort import ORTTrainer, TrainingParameters, TrainingSession, amp  # noqa: E402
+from lightning_ort import ORTTrainer, TrainingParameters, TrainingSession, amp, optim  # noqa: E402
 from lightning_ort.distributed import adasum  # noqa: E402
 from lightning_ort.distributed.processes import Processes  # noqa: E402
 from lightning_ort.ort_trainer import IODescription, ModelDescription, load_checkpoint, save_checkpoint  # noqa: E402
@@ -204,16 +204,42 @@ def error_of(call: Any) -> str:
     return ""
 
 
-def refused() -> dict[str, str]:
-    def step(**sections: Any) -> Any:
-        return lambda: run(trainer(SGD(lr=0.1), {}, **sections), batches(count=1), whole=False, double=False)
+class OwnSchedule(optim.lr_scheduler._LRScheduler):
+    """One that keeps what differs among the ranks and is no setting."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank, self.function = RANK, lambda: RANK
+
+    def get_lr(self, train_step_info: Any) -> list[float]:
+        return [0.1]
+
+
+def refused() -> dict[str, str]:
+    def step(config: Any = None, **sections: Any) -> Any:
+        made = config or SGD(lr=0.1)
+        return lambda: run(trainer(made, {}, **sections), batches(count=1), whole=False, double=False)
+
+    def scaler(**settings: Any) -> dict[str, Any]:
+        return {"enabled": True, "loss_scaler": amp.DynamicLossScaler(**settings)}
+
+    group = {"params": ["fc2.bias"], "lambda_coef": 0.1 * RANK}
+    linear, constant = optim.lr_scheduler.LinearWarmupLRScheduler, optim.lr_scheduler.ConstantWarmupLRScheduler
     return {
         "rank": error_of(lambda: trainer(SGD(lr=0.1), {"world_rank": 1 - RANK})),
         "size": error_of(lambda: trainer(SGD(lr=0.1), {"world_size": 3})),
         "session": error_of(lambda: session({"world_size": 4})),
         "steps": error_of(step(batch={"gradient_accumulation_steps": 1 + RANK})),
         "frozen": error_of(step(utils={"frozen_weights": ["fc1.bias"] if RANK else []})),
+        "lr": error_of(step(SGD(lr=0.1 + RANK))),
+        "alpha": error_of(step(ADAM(alpha=0.5 + 0.25 * RANK))),
+        "group": error_of(step(LAMB([group]))),
+        "mode": error_of(step(ADAM(weight_decay_mode=ADAM.DecayMode(RANK)))),
+        "no schedule": error_of(step(lr_scheduler=linear(10) if RANK else None)),
+        "schedule": error_of(step(lr_scheduler=(linear if RANK else constant)(10))),
+        "steps of it": error_of(step(lr_scheduler=linear(10 + RANK))),
+        "scaler": error_of(step(mixed_precision=scaler(up_scale_window=10 + RANK))),
+        "of their own": error_of(step(lr_scheduler=OwnSchedule(), mixed_precision=scaler(loss_scale=2.0 + RANK))),
     }
 
 

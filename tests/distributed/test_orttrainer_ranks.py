@@ -166,11 +166,27 @@ REFUSED = {
     "frozen": r"ValueError: .* same weight 1, but rank 0 has \('fc1.bias', .*'trained'\), and rank 1 .*'not trained'",
 }
 
+SAME = {
+    "lr": "optim_config.lr, but rank 0 has 0.1, and rank 1 1.1",
+    "alpha": "optim_config's alpha of 'fc1.weight', but rank 0 has 0.5, and rank 1 0.75",
+    "group": "optim_config's lambda of 'fc2.bias', but rank 0 has 0.0, and rank 1 0.1",
+    "mode": "optim_config's weight_decay_mode of 'fc1.weight', but rank 0 has <DecayMode.BEFORE_WEIGHT_UPDATE: 0>",
+    "no schedule": "options['lr_scheduler'], but rank 0 has None, and rank 1 'LinearWarmupLRScheduler'",
+    "schedule": "options['lr_scheduler'], but rank 0 has 'ConstantWarmupLRScheduler', and rank 1 'LinearWarmup",
+    "steps of it": "options['lr_scheduler'].total_steps, but rank 0 has 10, and rank 1 11",
+    "scaler": "options['mixed_precision.loss_scaler'].up_scale_window, but rank 0 has 10, and rank 1 11",
+}
+REFUSED |= {case: "ValueError: The processes must have the same " + re.escape(words) for case, words in SAME.items()}
+
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_processes_that_do_not_fit_together(ranks, case):
     for rank, found in enumerate(ranks):
         assert re.match(REFUSED[case].format(rank=rank, other=1 - rank), found["refused"][case])
+
+
+def test_what_is_no_setting_may_differ(ranks):
+    assert [rank["refused"]["of their own"] for rank in ranks] == ["", ""]
 
 
 def test_gradients_that_not_all_ranks_have(ranks):
