@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 __all__ = [
-    "choice", "first_line", "flag", "is_number", "is_whole", "names", "number", "path", "require", "shown", "single",
-    "whole",
+    "choice", "first_line", "flag", "is_number", "is_plain", "is_whole", "names", "number", "path", "require", "shown",
+    "single", "whole",
 ]  # fmt: skip
 
 _LONGEST = 80
@@ -21,14 +21,18 @@ def shown(value: Any) -> str:
     """``value`` as an error shows it: its type where it is no number, string or ``None``, and not too much of it."""
     text = repr(value)
     text = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
-    plain = value is None or isinstance(value, (str, bool, numbers.Number))
-    return text if plain else f"{text} (a {type(value).__name__})"
+    return text if is_plain(value) else f"{text} (a {type(value).__name__})"
 
 
 def first_line(message: object) -> str:
     """The first line of an error, or of its text, that says something; of an error without any, its type."""
     lines = (line.strip() for line in str(message).splitlines())
     return next(filter(None, lines), type(message).__name__ if isinstance(message, BaseException) else str(message))
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it is a number, a bool, a string or ``None``."""
+    return value is None or isinstance(value, (str, bool, numbers.Number))
 
 
 def is_number(value: Any) -> bool:

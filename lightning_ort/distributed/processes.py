@@ -156,10 +156,12 @@ class Processes:
             chosen = [t.detach() for t in tensors if t.dtype == dtype]
             flat = torch.cat([t.to(self._device).flatten() for t in chosen])
             with self._exchange("states"):
-                dist.broadcast(flat, source)
+                dist.broadcast(flat.view(torch.uint8), source)  # gloo and nccl do not know all types
             if self.rank != source:
                 for tensor, part in zip(chosen, flat.split([t.numel() for t in chosen]), strict=True):
-                    tensor.copy_(part.view(tensor.shape))
+                    # of an expanded tensor an element that stands in several places is written once
+                    once = tuple(slice(None) if stride else slice(1) for stride in tensor.stride())
+                    tensor[once].copy_(part.view(tensor.shape)[once])
 
     def of_first(self, value: Any) -> Any:
         """The ``value`` of rank 0, which is pickled.
@@ -177,7 +179,7 @@ class Processes:
 
         Args:
             facts: settings, by the words of a message.
-            weights: of whom names, shapes, types and order are compared, not values.
+            weights: and buffers, of whom names, shapes, types and order are compared, not values.
             trained: names of those that are trained.
 
         Raises:

@@ -7,7 +7,7 @@ import math
 import operator as python_operator
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import onnx
@@ -75,6 +75,7 @@ class Reader:
         self._constants = 0
         self._nodes = 0
         self._folded = 0
+        self._names_read = set(_names_read(model.graph))
         stored = sum(math.prod(i.dims) for i in model.graph.initializer)
         self._most_folded = _FOLDED + 16 * stored
         initializers = {i.name: i for i in model.graph.initializer}
@@ -139,6 +140,8 @@ class Reader:
             outputs -= 1
         if "n_outputs" in row.extras:
             attributes["n_outputs"] = outputs
+        if "n_read" in row.extras:
+            attributes["n_read"] = max((i for i, n in enumerate(node.output, 1) if n in self._names_read), default=0)
         if "input_dtype" in row.extras and not isinstance(inputs[0], Computed):
             attributes["input_dtype"] = dtype_of(inputs[0])
         if not domain and node.op_type == "Shape" and isinstance(inputs[0], Number) and inputs[0].length is not None:
@@ -253,7 +256,7 @@ class Reader:
             self.values[node.output[0]] = Computed(call)
             return
         for i, name in enumerate(node.output[:outputs]):
-            if name:
+            if name in self._names_read:
                 self.values[name] = Computed(self.graph.call_function(python_operator.getitem, (call, i)))
 
     def _named(self, call: fx.Node, node: onnx.NodeProto) -> fx.Node:
@@ -291,6 +294,16 @@ class Reader:
         if value.initializer is not None:
             self._paths[value.initializer] = path
         return path
+
+
+def _names_read(graph: onnx.GraphProto) -> Iterator[str]:
+    """The names of all values that nodes, branches and bodies read, or that are results of these or of ``graph``."""
+    for node in graph.node:
+        yield from filter(None, node.input)
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                yield from _names_read(attribute.g)
+    yield from (output.name for output in graph.output)
 
 
 def _constant(node: onnx.NodeProto) -> torch.Tensor:

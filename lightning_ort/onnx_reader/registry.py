@@ -23,8 +23,9 @@ class Operator:
         sizes: parameters that are Python numbers or lists of them (shapes, axes, amounts), never tensors.
         constants: parameters that no gradient reaches in training, such as bounds and running statistics.
         attributes: attribute names it knows.
-        extras: further keywords it wants: ``opset`` (version of the domain), ``n_outputs`` (how many are used),
-            ``input_dtype`` (element type of the first input, where that is a number).
+        extras: further keywords it wants: ``opset`` (version of the domain), ``n_outputs`` (how many have a name),
+            ``n_read`` (how many there are up to the last that something reads), ``input_dtype`` (element type of the
+            first input, where that is a number).
         numbers: scalar constants are passed as Python numbers.
         random: it draws random numbers.
         state: inputs that training changes.
@@ -51,7 +52,7 @@ class Operator:
 OPERATORS: dict[tuple[str, str], Operator] = {}
 """(domain, operator) to its row."""
 
-_EXTRAS = frozenset({"opset", "n_outputs", "input_dtype"})
+_EXTRAS = frozenset({"opset", "n_outputs", "n_read", "input_dtype"})
 
 
 def operator(

@@ -71,6 +71,7 @@ class Updater:
             for name, p in self._params.items()
         }
         self.counts = dict.fromkeys(self._params, 0)
+        self._empty = {name for name, p in self._params.items() if not p.numel()}
         self._plans: dict[Any, Update | FusedAdam] = {}  # the one that was used last comes last
         self._update: Update | FusedAdam | None = None
         self._updated: list[str] = []
@@ -97,18 +98,21 @@ class Updater:
         Returns:
             Whether it was made: with ``guard``, gradients that are not finite change nothing.
         """
-        if not gradients:
-            return True
+        # those without elements count their updates, but have nothing to be updated
+        filled = {n: g for n, g in gradients.items() if n not in self._empty} if self._empty else gradients
+        finite = self._apply(filled, lr, scale) if filled else True
+        if finite:
+            for name in gradients:
+                self.counts[name] += 1
+        return finite
+
+    def _apply(self, gradients: Mapping[str, Tensor], lr: float, scale: float) -> bool:
         if self._update is None or self._updated != list(gradients):
             self._plan(list(gradients))
         assert self._update is not None
         for group, name in enumerate(self._leaders):
             self._update.set_coefficients(group, self._numbers(name, lr, self.counts[name] + 1))
-        finite = self._update.run(list(gradients.values()), scale=scale, limits=self._limits())
-        if finite:
-            for name in gradients:
-                self.counts[name] += 1
-        return finite
+        return self._update.run(list(gradients.values()), scale=scale, limits=self._limits())
 
     def bound_to(self, gradients: Mapping[str, Tensor]) -> Callable[[float, int], None]:
         """Return a function of learning rate and number of the update, sooner than :meth:`step`.

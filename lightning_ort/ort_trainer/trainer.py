@@ -30,11 +30,11 @@ class _Rate(_LRScheduler):
     def __init__(self, function: Callable[[int], float] | None) -> None:
         super().__init__()
         self.function = function
-        self.given: float | None = None
+        self.learning_rate: float | None = None
 
     def get_lr(self, train_step_info: TrainStepInfo) -> list[float]:
-        if self.given is not None:
-            return [self.given]
+        if self.learning_rate is not None:
+            return [self.learning_rate]
         assert self.function is not None, "a step without a function is given its learning rate"
         return [_float(self.function(train_step_info.optimization_step))]
 
@@ -213,11 +213,11 @@ class ORTTrainer:
         self._set_scale(given)
         before = self._trainer._train_step_info.step
         accumulating = self._trainer._accumulated + 1 < self._trainer.options.batch.gradient_accumulation_steps
-        self._rate.given = rate
+        self._rate.learning_rate = rate
         try:
             results = self._with_fetches(fetches, lambda: self._trainer.train_step(*positional, **kwargs))
         finally:
-            self._rate.given = None
+            self._rate.learning_rate = None
         assert self._trainer._train_step_info.step == before + 1
         if self._own_scale is not None and not accumulating and not fetches:
             finite = torch.tensor(self._trainer._train_step_info.all_finite)

@@ -23,8 +23,9 @@ from lightning_ort.optim.step_info import TrainStepInfo
 from lightning_ort.trainer.optimizer import Optimizer, as_array
 from lightning_ort.trainer.options import ORTTrainerOptions
 from lightning_ort.trainer.step import CombinedModule
+from lightning_ort.validation import is_plain
 
-__all__ = ["TrainerState", "weights_of"]
+__all__ = ["TrainerState", "settings_of", "weights_of"]
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
@@ -54,6 +55,8 @@ class TrainerState:
     _weights: dict[str, Tensor]
     _optimizer: Optimizer
     _scaler: LossScaler | None
+    _scaler_settings: dict[str, Any]
+    """as it was given: what is loaded may have other ones, in rank 0 alone"""
     _train_step_info: TrainStepInfo
     _from_onnx: bool
     _accumulated: int
@@ -114,8 +117,9 @@ class TrainerState:
         """Give all processes the state of rank 0 before the first step, and before the first one after a loading."""
         if self._processes is None or self._replicated:
             return
-        self._processes.agree(_facts(self), self._weights, self._optimizer.names())
-        self._processes.broadcast(list(self._weights.values()))
+        tensors = self._with_all_buffers()
+        self._processes.agree(_facts(self), tensors, self._optimizer.names())
+        self._processes.broadcast(list(tensors.values()))
         numbers = _numbers(self)
         if not self._shares_states():
             moments = self._optimizer.updater.moments.values()
@@ -123,6 +127,12 @@ class TrainerState:
             numbers["optimizer"] = self._optimizer.counts()
         _load_state(self, self._processes.of_first(numbers))
         self._replicated = True
+
+    def _with_all_buffers(self) -> dict[str, Tensor]:
+        """The weights, and those buffers of model and loss that are in no state; each tensor once."""
+        known = {id(t) for t in self._weights.values()}
+        buffers = {name: t for name, t in self._combined.named_buffers() if id(t) not in known}
+        return self._weights | {name.removeprefix("model."): t for name, t in buffers.items()}
 
     def _shares_states(self) -> bool:
         return self._processes is not None and self.options.distributed.deepspeed_zero_optimization.stage > 0
@@ -248,10 +258,35 @@ def _facts(trainer: TrainerState) -> dict[str, Any]:
         "utils.grad_norm_clip": options.utils.grad_norm_clip,
     }
     facts: dict[str, Any] = {f"options[{path!r}]": value for path, value in values.items()}
-    facts["optim_config"] = trainer.optim_config.name
+    facts |= {"optim_config": trainer.optim_config.name, "optim_config.lr": trainer.optim_config.lr}
+    for name in trainer._optimizer.names():
+        values = trainer.optim_config.hyper_parameters(name)
+        facts |= {f"optim_config's {key} of {name!r}": value for key, value in values.items()}
+    facts |= settings_of("options['lr_scheduler']", options.lr_scheduler) | trainer._scaler_settings
     if trainer._shares_states():
         # the moments of a process are in no other, which could broadcast them
         facts["number of loaded states"] = trainer._loads
+    return facts
+
+
+def settings_of(title: str, given: Any) -> dict[str, Any]:
+    """The class of a schedule or a scaler, and the settings of one of this package.
+
+    Of a class of the user's own nobody knows which attributes are settings that must be the same in all processes.
+
+    Args:
+        title: what the user calls it.
+        given: the object, or ``None``.
+
+    Returns:
+        Values by the words of a message.
+    """
+    if given is None:
+        return {title: None}
+    facts = {title: type(given).__name__}
+    if type(given).__module__.partition(".")[0] == __name__.partition(".")[0]:
+        # what begins with an underscore is progress, or follows from the others
+        facts |= {f"{title}.{k}": v for k, v in vars(given).items() if not k.startswith("_") and is_plain(v)}
     return facts
 
 

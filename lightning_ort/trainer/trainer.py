@@ -28,7 +28,7 @@ from lightning_ort.trainer.device import choose_device, join_processes, runtime_
 from lightning_ort.trainer.export import check_export, export, results_of, save
 from lightning_ort.trainer.optimizer import Optimizer, check_groups
 from lightning_ort.trainer.options import ORTTrainerOptions, check_arguments, refuse
-from lightning_ort.trainer.state import TrainerState, weights_of
+from lightning_ort.trainer.state import TrainerState, settings_of, weights_of
 from lightning_ort.trainer.step import CombinedModule, Execution
 from lightning_ort.validation import number
 
@@ -85,6 +85,7 @@ class ORTTrainer(TrainerState):
         self._scaler: LossScaler | None = None
         if mixed.enabled:
             self._scaler = DynamicLossScaler() if mixed.loss_scaler is None else mixed.loss_scaler
+        self._scaler_settings = settings_of("options['mixed_precision.loss_scaler']", self._scaler)
         self._device = choose_device(self.options)
         # all that may be refused comes before the first thing that is changed
         RuntimeConfig(session_options=self.options.session_options).check()
@@ -175,7 +176,7 @@ class ORTTrainer(TrainerState):
             AttributeError: an input is no tensor.
             RuntimeError: an input has another type or shape than described, or the step cannot be executed; the
                 message names the inputs. Nothing has been changed then.
-            ValueError: at the first step of several processes, their models or options differ.
+            ValueError: at the first step of several processes, their models, hyper-parameters or options differ.
             RankError: another process has failed or ended.
             MismatchError: the first run of a graph gave other results than torch.
         """

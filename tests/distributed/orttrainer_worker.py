@@ -26,7 +26,7 @@ sys.path[:0] = [str(HERE.parent / "helpers")]
 
 from orttrainer_models import ADAM, LAMB, SGD, batches, cross_entropy, description, make, options  # noqa: E402
 
-from lightning_ort import ORTTrainer, TrainingParameters, TrainingSession, amp  # noqa: E402
+from lightning_ort import ORTTrainer, TrainingParameters, TrainingSession, amp, optim  # noqa: E402
 from lightning_ort.distributed import adasum  # noqa: E402
 from lightning_ort.distributed.processes import Processes  # noqa: E402
 from lightning_ort.ort_trainer import IODescription, ModelDescription, load_checkpoint, save_checkpoint  # noqa: E402
@@ -204,16 +204,42 @@ def error_of(call: Any) -> str:
     return ""
 
 
-def refused() -> dict[str, str]:
-    def step(**sections: Any) -> Any:
-        return lambda: run(trainer(SGD(lr=0.1), {}, **sections), batches(count=1), whole=False, double=False)
+class OwnSchedule(optim.lr_scheduler._LRScheduler):
+    """One that keeps what differs among the ranks and is no setting."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank, self.function = RANK, lambda: RANK
+
+    def get_lr(self, train_step_info: Any) -> list[float]:
+        return [0.1]
+
+
+def refused() -> dict[str, str]:
+    def step(config: Any = None, **sections: Any) -> Any:
+        made = config or SGD(lr=0.1)
+        return lambda: run(trainer(made, {}, **sections), batches(count=1), whole=False, double=False)
+
+    def scaler(**settings: Any) -> dict[str, Any]:
+        return {"enabled": True, "loss_scaler": amp.DynamicLossScaler(**settings)}
+
+    group = {"params": ["fc2.bias"], "lambda_coef": 0.1 * RANK}
+    linear, constant = optim.lr_scheduler.LinearWarmupLRScheduler, optim.lr_scheduler.ConstantWarmupLRScheduler
     return {
         "rank": error_of(lambda: trainer(SGD(lr=0.1), {"world_rank": 1 - RANK})),
         "size": error_of(lambda: trainer(SGD(lr=0.1), {"world_size": 3})),
         "session": error_of(lambda: session({"world_size": 4})),
         "steps": error_of(step(batch={"gradient_accumulation_steps": 1 + RANK})),
         "frozen": error_of(step(utils={"frozen_weights": ["fc1.bias"] if RANK else []})),
+        "lr": error_of(step(SGD(lr=0.1 + RANK))),
+        "alpha": error_of(step(ADAM(alpha=0.5 + 0.25 * RANK))),
+        "group": error_of(step(LAMB([group]))),
+        "mode": error_of(step(ADAM(weight_decay_mode=ADAM.DecayMode(RANK)))),
+        "no schedule": error_of(step(lr_scheduler=linear(10) if RANK else None)),
+        "schedule": error_of(step(lr_scheduler=(linear if RANK else constant)(10))),
+        "steps of it": error_of(step(lr_scheduler=linear(10 + RANK))),
+        "scaler": error_of(step(mixed_precision=scaler(up_scale_window=10 + RANK))),
+        "of their own": error_of(step(lr_scheduler=OwnSchedule(), mixed_precision=scaler(loss_scale=2.0 + RANK))),
     }
 
 
@@ -227,6 +253,91 @@ def parts() -> dict[str, Any]:
         held["a"] = torch.full((3, 2), 4.0).t()  # of other strides
     found = Processes(RANK, WORLD, torch.device("cpu")).combine(held, like)
     return {"found": found, "in place": all(found[n] is t for n, t in held.items())}
+
+
+DTYPES = [
+    torch.bool, torch.uint8, torch.int16, torch.uint16, torch.int64, torch.float16, torch.bfloat16, torch.float64,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64,
+]  # fmt: skip
+
+
+def of_rank_1() -> dict[str, Any]:
+    """Tensors of all element types, of other strides, and without elements, as rank 1 has them."""
+    found = [torch.full((2, 3), RANK).to(dtype).t() for dtype in DTYPES]
+    empty = torch.zeros(0, 3, dtype=torch.int16)
+    Processes(RANK, WORLD, torch.device("cpu")).broadcast([*found, empty], 1)
+    return {str(t.dtype): t.to(torch.complex64) for t in found}
+
+
+class Shifted(nn.Module):
+    """A model, or a loss, with buffers of this rank's own: in its states, in none, and one of elements in two places.
+
+    Args:
+        module: the rest of it.
+        value: of the buffers.
+        width: of the one that all ranks must have in the same size.
+    """
+
+    def __init__(self, module: Any, value: float, width: int = 1) -> None:
+        super().__init__()
+        self.module = module
+        self.register_buffer("kept", torch.full((1,), value))
+        self.register_buffer("own", torch.full((width,), value), persistent=False)
+        self.register_buffer("same", self.own, persistent=False)
+        self.register_buffer("wide", torch.full((1, 1), value).expand(4, 1), persistent=False)
+
+    def shift(self) -> Tensor:
+        return (self.kept * self.own.sum() + self.wide.sum()) / 10
+
+
+class ShiftedModel(Shifted):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x) + self.shift()
+
+
+class ShiftedLoss(Shifted):
+    def forward(self, prediction: Tensor, label: Tensor) -> Tensor:
+        return self.module(prediction, label) * self.shift()
+
+
+def shifted(value: float, distributed: dict[str, Any] | None, width: int = 1) -> ORTTrainer:
+    if distributed is not None:
+        distributed = {"world_rank": RANK, "world_size": WORLD}
+    model, loss = ShiftedModel(make(), value, width), ShiftedLoss(cross_entropy, value + 1)
+    settings = options(distributed=distributed or {})
+    return ORTTrainer(model, description(), SGD(lr=0.1), loss_fn=loss, options=settings)
+
+
+def buffers() -> dict[str, Any]:
+    """All buffers of model and loss as they are on each rank, and the weights that they lead to."""
+    ours = run(shifted(1.0 + RANK, {}), batches(count=3), whole=False, double=False)
+    one = run(shifted(1.0, None), batches(count=3), whole=True, double=False)
+    held = {name: t.clone() for name, t in ours._combined.named_buffers()}
+    other = error_of(lambda: run(shifted(1.0, {}, 1 + RANK), batches(count=1), whole=False, double=False))
+    return {"held": held, "ours": weights(ours), "one": weights(one), "other": other}
+
+
+class Emptied(nn.Module):
+    """One weight, and a parameter without elements, which is the share of rank 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.none = nn.Linear(20, 10, bias=False), nn.Parameter(torch.zeros(0, 3))
+        nn.init.constant_(self.linear.weight, 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.none.sum()
+
+
+def empty_share() -> dict[str, Any]:
+    def made(distributed: dict[str, Any]) -> ORTTrainer:
+        settings = options(distributed=distributed)
+        return ORTTrainer(Emptied(), description(), SGD(lr=0.1), loss_fn=cross_entropy, options=settings)
+
+    ours = made({"world_rank": RANK, "world_size": WORLD, **ZERO})
+    run(ours, batches(count=3), whole=False, double=False)
+    one = run(made({}), batches(count=3), whole=True, double=False)
+    return {"ours": weights(ours), "one": weights(one), "share": list(ours._optimizer.updater.counts)}
 
 
 class WithLoss(nn.Module):
@@ -359,7 +470,14 @@ def main() -> None:
         "adasum post": combined_by_adasum(4, post=True),
     }
     found |= {f"stage {stage}": resumed(folder, stage) for stage in (0, 1)}
-    found |= {"refused": refused(), "parts": parts(), "sessions": of_sessions(), "older": of_the_older_class(folder)}
+    found |= {
+        "refused": refused(),
+        "parts": parts(),
+        "types": of_rank_1(),
+        "buffers": buffers(),
+        "empty": empty_share(),
+    }
+    found |= {"sessions": of_sessions(), "older": of_the_older_class(folder)}
     dies(folder, found)
 
 

@@ -63,11 +63,29 @@ def test_moments_of_zero_are_shared_out(ranks):
     assert [rank["adam"]["kept"] for rank in ranks] == [ranks[0]["adam"]["kept by one"]] * 2
 
 
+def test_a_share_without_elements(ranks):
+    found = [rank["empty"] for rank in ranks]
+    assert [rank["share"] for rank in found] == [["linear.weight"], ["none"]]
+    trained, one = ({"linear.weight": found[0][which]["linear.weight"]} for which in ("ours", "one"))
+    assert_ranks_equal([rank["ours"] for rank in found])
+    assert_close(trained, one, 1e-5)
+
+
 def test_all_ranks_begin_with_the_state_of_rank_0(ranks):
     found = [rank["starts"] for rank in ranks]
     assert_ranks_equal([rank["ours"] for rank in found])
     assert_close(found[0]["ours"], found[0]["one"], 1e-9)
     assert all(rank["counts"] == {"optimization_step": 5, "step": 5} for rank in found)
+
+
+def test_all_ranks_begin_with_the_buffers_of_rank_0(ranks):
+    found = [rank["buffers"] for rank in ranks]
+    assert len(found[0]["held"]) == 6 and {x.unique().item() for x in found[0]["held"].values()} == {1.0, 2.0}
+    assert_ranks_equal([rank["held"] for rank in found])
+    assert_ranks_equal([rank["ours"] for rank in found])
+    assert_close(found[0]["ours"], found[0]["one"], 1e-5)
+    message = r"ValueError: .* same weight 8, but rank 0 has \('own', \(1,\), 'torch.float32', .*, and rank 1 .*\(2,\)"
+    assert all(re.match(message, rank["other"]) for rank in found)
 
 
 def test_a_step_that_fails_in_one_rank_changes_nothing(ranks):
@@ -148,11 +166,27 @@ REFUSED = {
     "frozen": r"ValueError: .* same weight 1, but rank 0 has \('fc1.bias', .*'trained'\), and rank 1 .*'not trained'",
 }
 
+SAME = {
+    "lr": "optim_config.lr, but rank 0 has 0.1, and rank 1 1.1",
+    "alpha": "optim_config's alpha of 'fc1.weight', but rank 0 has 0.5, and rank 1 0.75",
+    "group": "optim_config's lambda of 'fc2.bias', but rank 0 has 0.0, and rank 1 0.1",
+    "mode": "optim_config's weight_decay_mode of 'fc1.weight', but rank 0 has <DecayMode.BEFORE_WEIGHT_UPDATE: 0>",
+    "no schedule": "options['lr_scheduler'], but rank 0 has None, and rank 1 'LinearWarmupLRScheduler'",
+    "schedule": "options['lr_scheduler'], but rank 0 has 'ConstantWarmupLRScheduler', and rank 1 'LinearWarmup",
+    "steps of it": "options['lr_scheduler'].total_steps, but rank 0 has 10, and rank 1 11",
+    "scaler": "options['mixed_precision.loss_scaler'].up_scale_window, but rank 0 has 10, and rank 1 11",
+}
+REFUSED |= {case: "ValueError: The processes must have the same " + re.escape(words) for case, words in SAME.items()}
+
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_processes_that_do_not_fit_together(ranks, case):
     for rank, found in enumerate(ranks):
         assert re.match(REFUSED[case].format(rank=rank, other=1 - rank), found["refused"][case])
+
+
+def test_what_is_no_setting_may_differ(ranks):
+    assert [rank["refused"]["of their own"] for rank in ranks] == ["", ""]
 
 
 def test_gradients_that_not_all_ranks_have(ranks):
@@ -161,6 +195,14 @@ def test_gradients_that_not_all_ranks_have(ranks):
         assert list(found) == ["a", "b"] and rank["parts"]["in place"]
         assert torch.equal(found["a"], torch.full((2, 3), 2.0))
         assert torch.equal(found["b"], torch.full((2, 3), 1.5, dtype=torch.float64))
+
+
+def test_tensors_of_all_types_are_exchanged(ranks):
+    """Also those that gloo does not know."""
+    for rank in ranks:
+        assert {"torch.int16", "torch.uint16", "torch.float8_e5m2"} < rank["types"].keys()
+        for name, x in rank["types"].items():
+            assert torch.equal(x, torch.ones(3, 2, dtype=torch.complex64)), name
 
 
 @pytest.mark.parametrize("case", ["adam", "lamb", "each", "post", "zero", "resumed"])

@@ -80,6 +80,24 @@ def test_running_statistics_move_in_training_and_count_in_evaluation() -> None:
     torch.testing.assert_close(y, (x - 0.2 * x.mean(0)) / (module.var + 1e-5).sqrt())
 
 
+SAVED = NORM.replace("m, v =", "m, v, saved, saved_var =").replace("training_mode=1, ", "")
+
+
+def test_saved_statistics_that_nothing_reads_are_left_out() -> None:
+    """A node of opset 13 with outputs by the side is one of training."""
+    ones, zeros = np.ones(3, np.float32), np.zeros(3, np.float32)
+    weights = {"s": ones, "b": zeros, "mean": zeros, "var": ones}
+    module, x = to_torch(parse(SAVED, 13, **weights)), torch.randn(8, 3) + 2
+    (y,) = module(x)
+    torch.testing.assert_close(y, (x - x.mean(0)) / (x.var(0, correction=0) + 1e-5).sqrt())
+    torch.testing.assert_close(module.mean, 0.2 * x.mean(0))
+    (y,) = module.eval()(x)
+    torch.testing.assert_close(y, (x - 0.2 * x.mean(0)) / (module.var + 1e-5).sqrt())
+    read = to_torch(parse(SAVED.replace("y) {", "y, float[3] saved) {"), 13, **weights))
+    with pytest.raises(UnsupportedError, match=r"saved statistics .* cannot be read"):
+        read(x)
+
+
 def test_statistics_that_were_merged_with_weights_do_not_follow_them() -> None:
     text = "g (float[N,3] x) => (float[N,3] y) { m = Identity(b) y = BatchNormalization(x, s, b, m, s) }"
     module = to_torch(parse(text, s=np.ones(3, np.float32), b=np.zeros(3, np.float32)))

@@ -303,6 +303,17 @@ def test_parameters_that_take_turns_have_their_updates_made_once(monkeypatch):
     assert updater.counts == {"a": 8, "b": 8, "c": 8} and 3 <= len(made) <= 5
 
 
+@pytest.mark.parametrize("guard", [False, True])
+def test_parameters_without_elements_only_count_their_updates(guard):
+    params = {"none": torch.zeros(0, 3), "some": torch.ones(2)}
+    settings = OptimizerSettings("Lamb", clip_grad_norm=1.0)
+    updater = Updater(dict.fromkeys(params, settings), params, SessionFactory(), guard=guard)
+    assert updater.step({"none": torch.zeros(0, 3)}, 0.1)
+    assert updater.counts == {"none": 1, "some": 0}
+    assert updater.step({name: torch.ones_like(p) for name, p in params.items()}, 0.1)
+    assert updater.counts == {"none": 2, "some": 1} and (params["some"] < 1).all()
+
+
 def test_scalar_work_is_done_once():
     """Products of coefficients are common to all pieces of a group."""
     pieces = pieces_of([1 << 19], [0], elementwise=True)

@@ -19,6 +19,8 @@ __all__ = ["BatchNormalization", "Dropout"]
 class BatchNormalization(nn.Module):
     """With ``training_mode=1`` and in ``train()`` mode: normalizes by the batch and moves the running statistics.
 
+    Before opset 14, which brought that attribute, a node with more than one output is one of training.
+
     They are ``input * momentum + batch * (1 - momentum)``, with the variance of the population, as the specification
     says. Where they are initializers of the graph, they are moved in place.
     """
@@ -35,11 +37,14 @@ class BatchNormalization(nn.Module):
         momentum: float = 0.9,
         training_mode: int = 0,
         n_outputs: int,
+        n_read: int,
+        opset: int,
     ) -> Any:
-        if n_outputs > 3:
+        if n_read > 3:
             raise UnsupportedError("BatchNormalization: saved statistics (outputs 4 and 5) cannot be read")
         input_mean, input_var = input_mean.detach(), input_var.detach()
-        if not (training_mode and self.training):
+        trains = training_mode if opset >= 14 else n_outputs > 1
+        if not (trains and self.training):
             y = F.batch_norm(x, input_mean, input_var, scale, bias, False, 0.0, epsilon)
             return (y, input_mean, input_var)[:n_outputs] if n_outputs > 1 else y
         y = F.batch_norm(x, None, None, scale, bias, True, 0.0, epsilon)
