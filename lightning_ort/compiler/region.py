@@ -19,6 +19,7 @@ from lightning_ort.compiler.first_run import FirstRun, Incoming
 from lightning_ort.compiler.functional_graph import Untraceable
 from lightning_ort.compiler.global_state import GlobalState, takes_gradients
 from lightning_ort.compiler.graph_report import report_of
+from lightning_ort.compiler.interrupts import Interrupts
 from lightning_ort.compiler.kept import Kept, before_write, in_torch
 from lightning_ort.compiler.loss_scale import LossScaling, all_finite
 from lightning_ort.compiler.outputs import OutputLayout, overlap
@@ -26,6 +27,7 @@ from lightning_ort.compiler.plan import Fallback
 from lightning_ort.compiler.reference import ForkedRNG, rehearsal
 from lightning_ort.compiler.tensor_hooks import watch
 from lightning_ort.compiler.trace import Derivative, fake_inputs
+from lightning_ort.lightning_packages import rank_zero_info
 from lightning_ort.report import timeline
 from lightning_ort.runtime.factory import SessionFactory
 from lightning_ort.runtime.memory import release_free_memory
@@ -219,7 +221,8 @@ class Region:
         """Run what there is and its rivals on real inputs, without any effect, and keep the fastest."""
         timeline.spoil()
         began = time.perf_counter()
-        found = self._settled(contest, args)
+        with Interrupts(rank_zero_info).held():  # what a candidate raises is a reason to take another
+            found = self._settled(contest, args)
         if found is None:
             return
         self._contest = None

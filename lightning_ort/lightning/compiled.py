@@ -21,10 +21,10 @@ from lightning_ort.compiler.distributions import checked_distributions
 from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS, DynamoObserver, compiled_apart, global_hooks, no_fast_path
 from lightning_ort.compiler.executors.executable import Account
 from lightning_ort.compiler.handlers import LeftToPython
+from lightning_ort.compiler.interrupts import Interrupts
 from lightning_ort.compiler.plain_values import left_to_python
 from lightning_ort.compiler.plan import Fallback
 from lightning_ort.lightning.growing_lists import GrowingLists
-from lightning_ort.lightning.interrupts import Interrupts
 from lightning_ort.lightning.open_sizes import OpenSizes
 from lightning_ort.lightning_packages import pl, rank_zero_info
 from lightning_ort.report import InTorch, Report, StepReport, timeline
@@ -153,7 +153,7 @@ class CompiledMethods:
                 except LeftToPython:  # nothing of it has run
                     left = True
                 if left:
-                    self._interrupts.forget()
+                    self._interrupts.release()
                     as_it_is = torch.compiler.disable(self._method(name), reason="it handles errors")
                     self._compiled[key] = method, as_it_is
                     result = as_it_is(*args, **kwargs)

@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ort.compiler.backend import ORTBackend
-from lightning_ort.lightning.interrupts import Interrupts
+from lightning_ort.compiler.contest import Contest
+from lightning_ort.compiler.interrupts import Interrupts
 
 pytestmark = [
     pytest.mark.stock_only,
@@ -105,6 +106,36 @@ def test_the_second_one_does_not_wait():
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     interrupts.release()  # there is none any more
+
+
+class TimeUp(Exception):
+    """What a handler of an alarm raises."""
+
+
+@pytest.mark.parametrize("owner", [ORTBackend, Contest])
+def test_alarms_wait_and_are_not_taken_for_something_else(tmp_path, monkeypatch, measuring, owner):
+    """Dynamo, and who measures candidates, would go on without what raises."""
+    name = "__call__" if owner is ORTBackend else "settle"
+    call, seen = getattr(owner, name), []
+
+    def ring(number, frame):
+        seen.append(number)
+        raise TimeUp
+
+    def interrupted(self, *args, **kwargs):
+        signal.raise_signal(signal.SIGALRM)
+        assert not seen
+        return call(self, *args, **kwargs)
+
+    before = signal.signal(signal.SIGALRM, ring)
+    monkeypatch.setattr(owner, name, interrupted)
+    try:
+        with pytest.raises(TimeUp):
+            fit(tmp_path)
+        assert seen == [signal.SIGALRM]
+        assert signal.getsignal(signal.SIGALRM) is ring
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_who_has_a_handler_of_his_own_keeps_it():
