@@ -113,7 +113,7 @@ class WeightUpdate:
         for attribute in _EQUAL.get(self.name, ()):
             if len({getattr(s, attribute) for s in settings.values()}) > 1:
                 raise ValueError(f"{self.name}: {_TITLES.get(attribute, attribute)} must be the same for all weights.")
-        self._parameters, self._weights = parameters, weights
+        self._parameters, self._weights, self._settings = parameters, weights, settings
         self.updater = make_updater(settings, weights, sessions, guard=parameters.loss_scale > 0, share=share)
 
     def run(self, gradients: Mapping[str, torch.Tensor], lr: float, scale: float) -> bool:
@@ -135,6 +135,7 @@ class WeightUpdate:
         names = ["training_optimizer_name", "gradient_accumulation_steps", "loss_scale", "enable_grad_norm_clip"]
         names += ["allreduce_post_accumulation", "deepspeed_zero_stage", "enable_adasum"]
         facts = {f"TrainingParameters.{n}": getattr(self._parameters, n) for n in names}
+        facts |= {f"attributes of {w!r}": settings for w, settings in self._settings.items()}
         shares = bool(self._parameters.deepspeed_zero_stage)
         if shares:
             # the moments of a process are in no other, which could broadcast them

@@ -239,6 +239,11 @@ def refused() -> dict[str, str]:
         "schedule": error_of(step(lr_scheduler=(linear if RANK else constant)(10))),
         "steps of it": error_of(step(lr_scheduler=linear(10 + RANK))),
         "scaler": error_of(step(mixed_precision=scaler(up_scale_window=10 + RANK))),
+        "attributes": error_of(
+            lambda: trained(
+                session({}, optimizer_attributes_map={"net.fc1.bias": {"alpha": 0.5 + RANK / 4}}), whole=False
+            )
+        ),
         "of their own": error_of(step(lr_scheduler=OwnSchedule(), mixed_precision=scaler(loss_scale=2.0 + RANK))),
     }
 
@@ -372,13 +377,15 @@ def session(distributed: dict[str, Any] | None, optimizer: str = "AdamOptimizer"
     return TrainingSession(exported(), parameters)
 
 
-def of_sessions() -> dict[str, Any]:
-    def trained(found: Any, *, whole: bool, first: int = 0, last: int = 12) -> Any:
-        for x, label in batches()[first:last]:
-            feed = (x, label) if whole else (mine(x), mine(label))
-            found.run(["loss"], {"x": feed[0], "label": feed[1], "Learning_Rate": np.array([0.01], np.float32)})
-        return found
+def trained(found: TrainingSession, *, whole: bool, first: int = 0, last: int = 12) -> TrainingSession:
+    """After some of the batches."""
+    for x, label in batches()[first:last]:
+        feed = (x, label) if whole else (mine(x), mine(label))
+        found.run(["loss"], {"x": feed[0], "label": feed[1], "Learning_Rate": np.array([0.01], np.float32)})
+    return found
 
+
+def of_sessions() -> dict[str, Any]:
     cases: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "adam": ("AdamOptimizer", {}, {}),
         "lamb": ("LambOptimizer", {"deepspeed_zero_stage": 1}, {}),

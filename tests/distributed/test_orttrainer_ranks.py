@@ -174,6 +174,7 @@ SAME = {
     "no schedule": "options['lr_scheduler'], but rank 0 has None, and rank 1 'LinearWarmupLRScheduler'",
     "schedule": "options['lr_scheduler'], but rank 0 has 'ConstantWarmupLRScheduler', and rank 1 'LinearWarmup",
     "steps of it": "options['lr_scheduler'].total_steps, but rank 0 has 10, and rank 1 11",
+    "attributes": "attributes of 'net.fc1.bias', but rank 0 has OptimizerSettings(kind='AdamW'",
     "scaler": "options['mixed_precision.loss_scaler'].up_scale_window, but rank 0 has 10, and rank 1 11",
 }
 REFUSED |= {case: "ValueError: The processes must have the same " + re.escape(words) for case, words in SAME.items()}
