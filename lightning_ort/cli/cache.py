@@ -29,13 +29,13 @@ def cache(arguments: Sequence[str] = ()) -> int:
     parser.add_argument("--clear", action="store_true", help="remove all of it")
     clear = parser.parse_args(arguments).clear
     try:
-        print(cache_folder())
-        for kind, what in KINDS.items():
-            print(f"{kind}: {Cache(kind).clear()} removed" if clear else _described(kind, what))
+        folder = cache_folder()
+        lines = [f"{k}: {Cache(k).clear()} removed" if clear else _described(k, what) for k, what in KINDS.items()]
     except OSError as error:
         known = "LIGHTNING_ORT_CACHE_DIR" in str(error)
         print(error if known else f"{error}. LIGHTNING_ORT_CACHE_DIR may name another folder.", file=sys.stderr)
         return 1
+    print(folder, *lines, sep="\n")
     return 0
 
 

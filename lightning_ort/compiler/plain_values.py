@@ -25,7 +25,7 @@ from torch import fx
 # Private: Dynamo has no public way to leave a type to Python.
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.source import RandomValueSource, TensorPropertySource
+from torch._dynamo.source import FloatTensorSource, RandomValueSource, TensorPropertySource
 from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.builtin import BuiltinVariable
@@ -51,9 +51,8 @@ SETTINGS = {"trace_numpy": False}
 
 _OF_NUMBERS = {np.prod, np.clip, np.round, np.float64, np.int64}
 """what is folded beside ufuncs"""
-_NAMES = "add sub mul truediv floordiv mod pow neg pos abs iadd isub imul itruediv ifloordiv imod ipow"
+_NAMES = "add sub mul truediv floordiv mod pow neg pos abs invert iadd isub imul itruediv ifloordiv imod ipow"
 _ARITHMETIC = {abs, *(getattr(operator, name) for name in _NAMES.split())}
-_OF_TRUTHS = (operator.invert, operator.add, operator.mul, operator.iadd, operator.imul)
 _TENSORS = (torch.tensor, torch.as_tensor, torch.asarray)
 _READERS = {
     *("__bool__", "__contains__", "__eq__", "__getitem__", "__iter__", "__len__", "__ne__", "__reversed__"),
@@ -87,14 +86,14 @@ def left_to_python() -> Iterator[None]:
 def as_declared(graph: fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:
     """``run``, given the numbers that Dynamo's ``graph`` was made for.
 
-    Those that Python's ``random`` has drawn arrive in another type, and integers of NumPy's as they are.
+    Those that Python's ``random`` has drawn, and NumPy's of fewer bits, arrive in other types, and NumPy's integers as they are.
     """
     convert: list[tuple[int, Callable[[Any], Any]]] = []
     for i, node in enumerate(graph.graph.find_nodes(op="placeholder")):
         source, val = source_of(node), node.meta["example_value"]
         if isinstance(val, torch.SymInt) and not isinstance(source, TensorPropertySource):
             convert.append((i, operator.index))
-        elif isinstance(source, RandomValueSource) and val.is_floating_point():
+        elif isinstance(source, (RandomValueSource, FloatTensorSource)) and val.is_floating_point():
             convert.append((i, functools.partial(torch.Tensor.to, dtype=val.dtype)))
     if not convert:
         return run
@@ -118,9 +117,10 @@ def _wrap_literal(builder: VariableBuilder, value: np.int64 | np.bool_) -> Any:
     return _of_numpy(builder.wrap_literal(value.item()))
 
 
-def _wrap_short(builder: VariableBuilder, value: np.generic) -> NoReturn:
-    """Numbers of fewer bits round, or go round, in ways of their own."""
-    _break(f"a number of the type np.{type(value).__name__}")
+def _wrap_short(builder: VariableBuilder, value: np.generic) -> Any:
+    """Numbers of fewer bits round, or go round, in ways of their own: arithmetic of them is Python's."""
+    number = value.item()
+    return _of_numpy((builder.wrap_symfloat if type(number) is float else builder.wrap_literal)(number), type(value))
 
 
 def _wrap_queue(builder: VariableBuilder, value: collections.deque[Any]) -> Any:
@@ -141,57 +141,65 @@ _WRAPPERS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _of_numpy(number: Any) -> Any:
-    """``number``, marked as one of NumPy's, of which torch makes tensors of 64 bits."""
+def _of_numpy(number: Any, kind: type = np.float64) -> Any:
+    """``number``, marked as one of NumPy's: of 64 bits, or of another ``kind``."""
     if isinstance(number, ConstantVariable) and isinstance(number.value, bool) and number.source is None:
         number = ConstantVariable(number.value)  # not the one that there is for all
-    number.is_of_numpy = True
+    number.of_numpy = kind
     return number
 
 
-def _is_of_numpy(number: Any) -> bool:
-    known = number.realize() if isinstance(number, LazyVariableTracker) else number
-    return getattr(known, "is_of_numpy", False)
+def _numpys(value: Any) -> type | None:
+    """What :func:`_of_numpy` has marked a variable with."""
+    known = value.realize() if isinstance(value, LazyVariableTracker) else value
+    return getattr(known, "of_numpy", None)
+
+
+def _is_number(value: Any) -> bool:
+    known = value.realize() if isinstance(value, LazyVariableTracker) else value
+    return isinstance(known, (ConstantVariable, SymNodeVariable))
 
 
 def _marking(call: Callable[..., Any]) -> Callable[..., Any]:
     """What is computed of NumPy's numbers is one of them."""
 
     def method(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if self.fn in _OF_TRUTHS and all(_is_truth(a, of_any=self.fn is operator.invert) for a in args):
-            _break(f"{self.fn.__name__} of a truth value of NumPy's")  # of Python's it is an integer
-        result = call(self, tx, args, kwargs)
-        if self.fn in _ARITHMETIC and any(map(_is_of_numpy, args)):
-            known = isinstance(result, (SymNodeVariable, ConstantVariable))
-            return _of_numpy(result) if known else result
-        return result
+        if self.fn in _ARITHMETIC and all(map(_is_number, args)):
+            kinds = set(map(_numpys, args))
+            if self.fn is operator.invert or kinds != {None}:
+                truths = all(a.python_type() is bool for a in args) and (None not in kinds or len(args) == 1)
+                if truths or not kinds <= {np.float64, None}:
+                    _break(f"{self.fn.__name__} of a number of NumPy's")
+                result = call(self, tx, args, kwargs)
+                return _of_numpy(result) if _is_number(result) else result
+        return call(self, tx, args, kwargs)
 
     return method
-
-
-def _is_truth(value: Any, *, of_any: bool) -> bool:
-    """A truth value of NumPy's, or of anybody: what NumPy has compared is not marked, and nobody inverts Python's."""
-    known = value.realize() if isinstance(value, LazyVariableTracker) else value
-    number = isinstance(known, (ConstantVariable, SymNodeVariable))
-    return number and (of_any or _is_of_numpy(known)) and known.python_type() is bool
 
 
 def _making_tensors(call: Callable[..., Any]) -> Callable[..., Any]:
     """Tensors of NumPy's numbers have their type, those of Python's the default one."""
 
     def method(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if self.value in _TENSORS and "dtype" not in kwargs and any(map(_has_numpys_float, args)):
-            kwargs = {**kwargs, "dtype": ConstantVariable.create(torch.float64)}
+        if self.value in _TENSORS and "dtype" not in kwargs:
+            kinds = {kind for data in args for kind in _kinds_in(data)}
+            if not kinds <= {np.float64, None}:
+                _break(f"torch.{self.value.__name__} of a number of NumPy's")
+            if np.float64 in kinds:
+                kwargs = {**kwargs, "dtype": ConstantVariable.create(torch.float64)}
         return call(self, tx, args, kwargs)
 
     return method
 
 
-def _has_numpys_float(data: Any) -> bool:
+def _kinds_in(data: Any) -> Iterator[type | None]:
+    """Of the numbers with a fraction, and of those of fewer bits."""
     known = data.realize() if isinstance(data, LazyVariableTracker) else data
     if isinstance(known, BaseListVariable):
-        return any(map(_has_numpys_float, known.items))
-    return _is_of_numpy(known) and known.python_type() is float
+        for item in known.items:
+            yield from _kinds_in(item)
+    elif _is_number(known) and (known.python_type() is float or _numpys(known) is not np.float64):
+        yield _numpys(known)
 
 
 def _breaking(original: Callable[..., Any], why: Callable[..., str | None]) -> Callable[..., Any]:
