@@ -25,7 +25,7 @@ from torch import fx
 # Private: Dynamo has no public way to leave a type to Python.
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.source import FloatTensorSource, RandomValueSource, TensorPropertySource
+from torch._dynamo.source import RandomValueSource, TensorPropertySource
 from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.builtin import BuiltinVariable
@@ -43,6 +43,7 @@ from torch._dynamo.variables.user_defined import (
 )
 
 from lightning_ort.compiler.dynamo_words import source_of
+from lightning_ort.compiler.functional_graph import stands_for_float
 
 __all__ = ["SETTINGS", "as_declared", "left_to_python"]
 
@@ -86,14 +87,15 @@ def left_to_python() -> Iterator[None]:
 def as_declared(graph: fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:
     """``run``, given the numbers that Dynamo's ``graph`` was made for.
 
-    Those that Python's ``random`` has drawn, and NumPy's of fewer bits, arrive in other types, and NumPy's integers as they are.
+    Those that Python's ``random`` has drawn, and NumPy's of fewer bits, arrive in other types, NumPy's integers as they
+    are.
     """
     convert: list[tuple[int, Callable[[Any], Any]]] = []
     for i, node in enumerate(graph.graph.find_nodes(op="placeholder")):
         source, val = source_of(node), node.meta["example_value"]
         if isinstance(val, torch.SymInt) and not isinstance(source, TensorPropertySource):
             convert.append((i, operator.index))
-        elif isinstance(source, (RandomValueSource, FloatTensorSource)) and val.is_floating_point():
+        elif stands_for_float(val) or (isinstance(source, RandomValueSource) and val.is_floating_point()):
             convert.append((i, functools.partial(torch.Tensor.to, dtype=val.dtype)))
     if not convert:
         return run
