@@ -6,6 +6,9 @@ import contextlib
 import contextvars
 import inspect
 import logging
+import os
+import site
+import sys
 import sysconfig
 import threading
 import time
@@ -233,7 +236,14 @@ def compiled_apart(function: Callable[..., Any], backend: Callable[..., Any]) ->
 # Dynamo tells these things to its own log files only; this module is the one place that reads its records.
 
 
-LIBRARIES = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))
+_INSTALLED = [*site.getsitepackages(), site.getusersitepackages(), *sys.path]
+LIBRARIES = tuple(
+    {
+        *(sysconfig.get_path(kind) for kind in ("purelib", "platlib", "stdlib")),
+        *(path for path in _INSTALLED if "-packages" in os.path.basename(path)),
+        str(Path(__file__).parents[1]),
+    }
+)
 """Where lines are that no user has written."""
 
 

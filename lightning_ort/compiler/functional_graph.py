@@ -33,8 +33,11 @@ class Untraceable(Exception):
 
 
 def stands_for_float(fake: Any) -> bool:
-    """Whether a fake tensor stands for a Python float of the user's, which Dynamo reads by ``item()``."""
-    return getattr(fake, "item_memo", None) is not None
+    """Whether a fake tensor stands for a Python float of the user's, which Dynamo reads by ``item()``.
+
+    Those of tensors without dimensions know their number as well; :func:`~.trace.fake_inputs` tells which is which.
+    """
+    return getattr(fake, "stands_for_float", False)
 
 
 def functional_graph(

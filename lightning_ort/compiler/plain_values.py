@@ -43,7 +43,6 @@ from torch._dynamo.variables.user_defined import (
 )
 
 from lightning_ort.compiler.dynamo_words import source_of
-from lightning_ort.compiler.functional_graph import stands_for_float
 
 __all__ = ["SETTINGS", "as_declared", "left_to_python"]
 
@@ -95,7 +94,7 @@ def as_declared(graph: fx.GraphModule, run: Callable[..., Any]) -> Callable[...,
         source, val = source_of(node), node.meta["example_value"]
         if isinstance(val, torch.SymInt) and not isinstance(source, TensorPropertySource):
             convert.append((i, operator.index))
-        elif stands_for_float(val) or (isinstance(source, RandomValueSource) and val.is_floating_point()):
+        elif (isinstance(source, RandomValueSource) and val.is_floating_point()) or _is_float(node):
             convert.append((i, functools.partial(torch.Tensor.to, dtype=val.dtype)))
     if not convert:
         return run
@@ -107,6 +106,11 @@ def as_declared(graph: fx.GraphModule, run: Callable[..., Any]) -> Callable[...,
         return run(*given)
 
     return converted
+
+
+def _is_float(placeholder: fx.Node) -> bool:
+    """Whether it stands for a Python float, which Dynamo gives to its graph as a tensor."""
+    return getattr(placeholder.meta.get("grapharg"), "pass_arg_as_tensor", False)
 
 
 def _wrap_float(builder: VariableBuilder, value: np.float64) -> Any:

@@ -15,6 +15,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 # What Dynamo knows of its inputs has no public form; nothing else makes fakes of them.
+from torch._dynamo.source import FloatTensorSource
 from torch._guards import TracingContext
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -89,6 +90,8 @@ def fake_inputs(region: fx.GraphModule, example_inputs: Sequence[Any]) -> list[A
             # a Python float arrives as a tensor; its source tells the mode to give it a symbolic value
             source = getattr(symbolic, "tensor_source", None) or source_of(placeholder)
             x = mode.from_tensor(x, symbolic_context=symbolic, source=source)
+            noted: Any = x
+            noted.stands_for_float = isinstance(source, FloatTensorSource)
             known = placeholder.meta.get("example_value")
             if isinstance(known, FakeTensor) and open_dims(known) != open_dims(x):
                 # a gradient, whose open sizes Dynamo has noted with the tensor it belongs to, or one of two views

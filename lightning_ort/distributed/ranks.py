@@ -10,9 +10,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import re
+import signal
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import ClassVar
 
@@ -32,8 +34,11 @@ _COLLECTING = 10.0
 _READING = 8.0
 """seconds that rank 0, with whom the store ends, waits at most for others to have read why"""
 _FAILURE = "failure"
-_OF_TRANSPORT = re.compile(r"(Gloo \w+ failed with )?\[[^]\n]*\bgloo/[^]\n]*\]|NCCL Error \d")
-"""how messages of gloo begin, with its source file, and those of NCCL that are of no type of their own"""
+_OF_TRANSPORT = re.compile(
+    r"(Gloo \w+ failed with )?\[[^]\n]*\bgloo/[^]\n]*\]|Application timeout caused pair closure|NCCL Error \d"
+)
+"""how messages of gloo begin, with its source file as a rule, and those of NCCL that are of no type of their own"""
+_GO_ON = "Go on from the last checkpoint: trainer.fit(..., ckpt_path='last')."
 
 
 class Ranks:
@@ -112,8 +117,10 @@ class Ranks:
                     self._beating.set(f"read/{self.rank}", "")
 
     def close(self) -> None:
-        """Give no more signs of life."""
+        """Give no more signs of life, and say that this is the end."""
         atexit.unregister(self.close)
+        with contextlib.suppress(RuntimeError):  # rank 0 was first
+            self._store.set(f"done/{self.rank}", "")
         self._ended.set()
         self._thread.join(_READING)  # a call whose other side has lost its network may take longer
 
@@ -150,12 +157,12 @@ class Ranks:
         Raises:
             RankError: a collective has failed because of another process.
         """
-        cause = self._cause() if is_of_transport(error) else None
-        if cause is None:
+        if not is_of_transport(error):
             text = f"rank {self.rank} of {self.world_size} has failed: {type(error).__name__}: {error}"
             self._tell(self.rank, text)
             return
-        whose, text = cause
+        with _not_terminated():
+            whose, text = self._cause() or (self.rank, self._of_living(error))
         if whose is not None:
             self._tell(whose, text)
         elif self.rank == 0:
@@ -189,8 +196,7 @@ class Ranks:
             return text
         return (
             f"the other ranks have taken rank {whose} of {self.world_size}, which is this one, for ended, as it gave "
-            f"no sign of life for {_SILENT:.0f} s, and have ended themselves. Go on from the last checkpoint: "
-            "trainer.fit(..., ckpt_path='last')."
+            f"no sign of life for {_SILENT:.0f} s, and have ended themselves. {_GO_ON}"
         )
 
     def _is_silent(self, rank: int, last: dict[int, tuple[int, float]]) -> bool:
@@ -222,18 +228,54 @@ class Ranks:
             try:
                 for rank in others:
                     if self._is_silent(rank, last):
-                        return rank, (
-                            f"rank {rank} of {self.world_size} has ended without a word (killed, or out of memory?), "
-                            "and what it was to contribute is missing. Its own output may say more. Go on from the "
-                            "last checkpoint: trainer.fit(..., ckpt_path='last')."
-                        )
+                        return rank, self._of_silent(rank)
             except RuntimeError:  # nobody serves the store any more
                 return None, (
-                    f"rank 0 of {self.world_size} has ended without a word (killed, or out of memory?). Its own output "
-                    "may say more. Go on from the last checkpoint: trainer.fit(..., ckpt_path='last')."
+                    f"rank 0 of {self.world_size} has ended without a word (killed, out of memory, or done before the "
+                    f"others?). Its own output may say more. {_GO_ON}"
                 )
             time.sleep(_BEAT / 2)
         return None
+
+    def _of_living(self, error: Exception) -> str:
+        """What is to be said of a collective that has failed although all are there."""
+        text = f"rank {self.rank} of {self.world_size} could not exchange with the others, of whom all live: {error}"
+        if "timed out" not in str(error).lower() and "timeout" not in str(error):
+            return text
+        return (
+            f"{text}. They may be slower, or have fewer batches, or exchange something else. ORTStrategy(timeout=...) "
+            "waits longer."
+        )
+
+    def _of_silent(self, rank: int) -> str:
+        """What is to be said of a process without signs of life."""
+        name = f"rank {rank} of {self.world_size}"
+        if self._store.check([f"done/{rank}"]):
+            return (
+                f"{name} has come to the end of its program, and what it was to contribute is missing: it had fewer "
+                "batches than this one, or stopped on its own. All ranks must make the same steps."
+            )
+        return (
+            f"{name} has ended without a word (killed, or out of memory?), and what it was to contribute is missing. "
+            f"Its own output may say more. {_GO_ON}"
+        )
+
+
+@contextlib.contextmanager
+def _not_terminated() -> Iterator[None]:
+    """While it is found out why a process ends, whoever started it may want it to end as well.
+
+    Lightning's handler for that makes a collective, whose error would take the place of the one to be explained.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    if before is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def is_of_transport(error: BaseException) -> bool:

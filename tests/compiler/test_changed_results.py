@@ -247,6 +247,34 @@ def test_outputs_beside_a_loss(placement):
                     torch.testing.assert_close(got, expected)
 
 
+def divided(x):
+    h = (x * 2).square().sum()
+    graph_break()
+    return h.div_(20)
+
+
+def rooted(x):
+    h = (x * 2).square().sum()
+    graph_break()
+    h.sqrt_()
+    h = h + 1
+    graph_break()
+    return h.mul_(3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("placement", "verify"), [("onnxruntime", True), ("onnxruntime", False), ("torch", False)])
+@pytest.mark.parametrize("function", [divided, rooted])
+def test_numbers_that_are_changed(function, placement, verify, dtype):
+    """Dynamo knows the value of a float64 tensor without dimensions, as it does that of a Python float."""
+    options, found = {"verify": verify, "placement": placement}, []
+    for f in (function, torch.compile(function, backend="lightning_ort", options=options)):
+        x = torch.arange(1.0, 4.0, dtype=dtype, requires_grad=True)
+        f(x).backward()
+        found.append(x.grad)
+    torch.testing.assert_close(found[1], found[0])
+
+
 def _towers(a, b):
     """What the second and third outputs come from was changed in place; eager cannot derive by it."""
     changed = b.exp()

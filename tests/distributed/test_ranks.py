@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 
@@ -30,6 +32,7 @@ def caused(error: Exception, cause: Exception) -> Exception:
         CLOSED,
         RuntimeError("[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms"),
         RuntimeError("Gloo connectFullMesh failed with [../third_party/gloo/gloo/transport/tcp/pair.cc:144] no error"),
+        RuntimeError("Application timeout caused pair closure"),
         dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:3356, remote process exited"),
         dist.DistNetworkError("failed to recv, got 0 bytes"),
         caused(ValueError("could not sum"), CLOSED),
@@ -115,12 +118,44 @@ def test_the_first_rank_waits_no_longer_than_that(first, second, monkeypatch):
     assert 0.8 <= time.monotonic() - began < 4.0
 
 
-def test_a_failed_collective_of_which_all_live_is_told_as_ones_own(first, second):
+@pytest.mark.parametrize("error", [CLOSED, RuntimeError("Application timeout caused pair closure")])
+def test_a_failed_collective_of_which_all_live_is_told_as_ones_own(first, second, error):
     second_has_read = threading.Timer(0.1, lambda: first._beating.set("read/1", ""))
     second_has_read.start()
-    first.explain(CLOSED)  # raises nothing: there is no other to name
-    assert first._store.get("failure").startswith(b"0 rank 0 of 2 has failed: RuntimeError: [/__w")
+    with pytest.raises(RankError, match="rank 0 of 2 could not exchange with the others, of whom all live") as raised:
+        first.explain(error)
+    assert ("timeout=" in str(raised.value)) == (error is not CLOSED)
+    assert first._store.get("failure").startswith(b"0 rank 0 of 2 could not exchange")
     second_has_read.join()
+
+
+def test_who_is_done_is_not_taken_for_killed(first):
+    first._store.set("done/1", "")  # as the other one's close does
+    with pytest.raises(RankError, match="rank 1 of 2 has come to the end of its program"):
+        first.explain(CLOSED)
+
+
+def test_the_end_is_told(first):
+    first.close()
+    assert first._store.check(["done/0"])
+
+
+def test_a_signal_to_end_does_not_take_the_place_of_the_reason(first):
+    """Lightning's handler makes a collective, which fails as well."""
+
+    def fails(number, frame):
+        raise CLOSED
+
+    before = signal.signal(signal.SIGTERM, fails)
+    ending = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM))
+    ending.start()
+    try:
+        with pytest.raises(RankError, match="rank 1 of 2 has ended without a word"):
+            first.explain(CLOSED)
+        assert signal.getsignal(signal.SIGTERM) is fails
+    finally:
+        ending.join()
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_who_is_taken_for_dead_learns_that(first, second):
