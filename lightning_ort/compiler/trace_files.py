@@ -25,6 +25,7 @@ from lightning_ort.compiler.trace import Traced
 __all__ = ["NotWritable", "decoded", "encoded"]
 
 _NAMESPACES = ("aten", "lightning_ort", "prims")
+_ASSERTIONS = ("aten._assert_async.default", "aten._assert_async.msg")
 _LARGEST_CONSTANT = 4096
 """bytes of a tensor in a graph, up to which it is written"""
 _OPERATORS = "add and_ eq floordiv ge getitem gt le lt mod mul ne neg or_ pow sub truediv"
@@ -192,9 +193,13 @@ def _named(name: str) -> Any:
 
 
 def _is_functional(operator: OpOverload) -> bool:
-    """Whether an operator computes results from its arguments and does nothing else, with files say."""
+    """Whether an operator computes results from its arguments, or asserts something of them, and does nothing else.
+
+    There are some that print, or that read and write files.
+    """
     schema = operator._schema
-    return not schema.is_mutable and bool(schema.returns) and all(a.name != "filename" for a in schema.arguments)
+    useful = bool(schema.returns) or str(operator) in _ASSERTIONS
+    return useful and not schema.is_mutable and all(a.name != "filename" for a in schema.arguments)
 
 
 def _expression(number: Any) -> Any:

@@ -76,6 +76,11 @@ def changed(x):
     return (x[:, ::2] * CONSTANT).cumsum(0).roll(1, 1).sum()
 
 
+def asserted(x):
+    torch._assert_async((x.square() >= 0).all(), "a square is not negative")
+    return x.square().sum()
+
+
 FUNCTIONS = {
     "layers": lambda x: F.dropout(F.gelu(F.layer_norm(x, (6,))), 0.4).square().mean(),
     "several": lambda x: (x.sin().sum(), (x * 2).cos(), x.detach() + 1),
@@ -85,6 +90,7 @@ FUNCTIONS = {
     "changed": changed,
     "types": lambda x: (x.double().sum(), x.to(torch.bfloat16).float().mean(), (x > 0).sum()),
     "pooled": lambda x: F.max_pool2d(x.view(1, 1, 4, 6), 2).square().sum(),
+    "asserted": asserted,
     "drawn": lambda x: (x * torch.rand_like(x) + torch.randn(6)).sum() + torch.randint(0, 9, (3,)).sum(),
 }  # fmt: skip
 
