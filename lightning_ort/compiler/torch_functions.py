@@ -26,8 +26,9 @@ _BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.Wrappe
 _MODULES = (
     torch, torch.nn.functional, torch.functional, torch.special, torch.linalg, torch.fft, torch._VF, torch._C._nn,
 )  # fmt: skip
-_ELSEWHERE = frozenset({"CUDA", "MPS", "Meta"})
-"""dispatch keys for which torch has kernels in Python itself"""
+_KEYS = frozenset({"CPU", "AutogradCPU", "Autograd", "CompositeImplicitAutograd", "CompositeExplicitAutograd"})
+"""dispatch keys of what traces and computes; for others, of vmap say, torch has kernels in Python itself"""
+_PLAIN = ("torch", "builtins", "types", "typing", "typing_extensions")
 
 
 def lasting_name(function: Any) -> str:
@@ -90,19 +91,10 @@ def _is_foreign(value: Any) -> bool:
     function = getattr(function, "__func__", function)
     if isinstance(function, types.FunctionType):
         return not _is_torchs(function) and function.__module__ != "typing"
-    return type(function).__module__.partition(".")[0] not in (
-        "torch",
-        "builtins",
-        "types",
-        "typing",
-        "typing_extensions",
-    )
+    return type(function).__module__.partition(".")[0] not in _PLAIN
 
 
 def _overrides(registration: str) -> bool:
-    """Of ``namespace/operator/dispatch key``, as ``torch.library`` notes what is implemented in Python.
-
-    Those who registered it are not noted. Torch itself does so for some devices, and for shapes.
-    """
+    """Of ``namespace/operator/dispatch key``, as ``torch.library`` notes what is implemented in Python, not by whom."""
     namespace, _, rest = registration.partition("/")
-    return namespace == "aten" and rest.rpartition("/")[2] not in _ELSEWHERE
+    return namespace == "aten" and rest.rpartition("/")[2] in _KEYS
