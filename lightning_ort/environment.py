@@ -1,4 +1,4 @@
-"""Which ONNX Runtime is installed, and whether it can be used."""
+"""Which ONNX Runtime is installed, and whether it can be used; where libraries are."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import os
+import site
+import sys
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +18,7 @@ from pathlib import Path
 from packaging.version import Version
 
 __all__ = [
+    "LIBRARIES",
     "MINIMUM_VERSION",
     "OnnxRuntime",
     "OnnxRuntimeConflictError",
@@ -25,6 +30,15 @@ __all__ = [
 ]
 
 MINIMUM_VERSION = "1.19"
+
+_INSTALLED = [*site.getsitepackages(), site.getusersitepackages(), *sys.path]
+_FOLDERS = [
+    *(sysconfig.get_path(kind) for kind in ("purelib", "platlib", "stdlib")),
+    *(path for path in _INSTALLED if "-packages" in os.path.basename(path)),
+    str(Path(__file__).parent),
+]
+LIBRARIES = tuple(dict.fromkeys(_FOLDERS))
+"""Where lines are that no user has written."""
 
 # Every one of them is imported as `onnxruntime`.
 _DISTRIBUTIONS = (

@@ -6,16 +6,11 @@ import contextlib
 import contextvars
 import inspect
 import logging
-import os
-import site
-import sys
-import sysconfig
 import threading
 import time
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
@@ -27,11 +22,11 @@ from torch.nn.modules import module as module_hooks
 from lightning_ort.compiler import plain_values
 from lightning_ort.compiler.dynamo_words import compiled_again, function_name, graph_break, why
 from lightning_ort.compiler.symbolic_shapes import open_dims
+from lightning_ort.environment import LIBRARIES
 from lightning_ort.report import InTorch, StepReport, timeline
 
 __all__ = [
     "DYNAMO_SETTINGS",
-    "LIBRARIES",
     "DynamoObserver",
     "OpenResults",
     "compiled_apart",
@@ -234,17 +229,6 @@ def compiled_apart(function: Callable[..., Any], backend: Callable[..., Any]) ->
 
 
 # Dynamo tells these things to its own log files only; this module is the one place that reads its records.
-
-
-_INSTALLED = [*site.getsitepackages(), site.getusersitepackages(), *sys.path]
-LIBRARIES = tuple(
-    {
-        *(sysconfig.get_path(kind) for kind in ("purelib", "platlib", "stdlib")),
-        *(path for path in _INSTALLED if "-packages" in os.path.basename(path)),
-        str(Path(__file__).parents[1]),
-    }
-)
-"""Where lines are that no user has written."""
 
 
 class DynamoObserver(logging.Handler):

@@ -10,10 +10,10 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.contest import MARGIN, Choice
-from lightning_ort.compiler.dynamo import LIBRARIES
 from lightning_ort.compiler.dynamo_words import source_line
 from lightning_ort.compiler.executors.channels_last import CHANNELS_LAST
 from lightning_ort.compiler.executors.executable import Account, Executable
+from lightning_ort.environment import LIBRARIES
 from lightning_ort.files.cache import is_in_use
 from lightning_ort.report import GraphReport
 from lightning_ort.runtime.config import RuntimeConfig

@@ -15,9 +15,9 @@ from torch import fx
 from torch.linalg import LinAlgError
 
 from lightning_ort.compiler import distributions
-from lightning_ort.compiler.dynamo import LIBRARIES
 from lightning_ort.compiler.plan import Fallback
 from lightning_ort.compiler.user_errors import frames_in
+from lightning_ort.environment import LIBRARIES
 
 __all__ = ["LeftToPython", "handled_call"]
 

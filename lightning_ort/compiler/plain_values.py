@@ -113,20 +113,14 @@ def _is_float(placeholder: fx.Node) -> bool:
     return getattr(placeholder.meta.get("grapharg"), "pass_arg_as_tensor", False)
 
 
-def _wrap_float(builder: VariableBuilder, value: np.float64) -> Any:
-    """A number that NumPy has computed is a float, and no array: arrays would widen a loss, and are not logged."""
-    return _of_numpy(builder.wrap_symfloat(value.item()))
+def _wrap_number(builder: VariableBuilder, value: np.generic) -> Any:
+    """A number that NumPy has computed is a number, and no array: arrays would widen a loss, and are not logged.
 
-
-def _wrap_literal(builder: VariableBuilder, value: np.int64 | np.bool_) -> Any:
-    """Likewise, of those that compute as Python's do."""
-    return _of_numpy(builder.wrap_literal(value.item()))
-
-
-def _wrap_short(builder: VariableBuilder, value: np.generic) -> Any:
-    """Numbers of fewer bits round, or go round, in ways of their own: arithmetic of them is Python's."""
+    Those of 64 bits compute as Python's do; those of fewer round, or go round, in ways of their own.
+    """
     number = value.item()
-    return _of_numpy((builder.wrap_symfloat if type(number) is float else builder.wrap_literal)(number), type(value))
+    variable = (builder.wrap_symfloat if type(number) is float else builder.wrap_literal)(number)
+    return _of_numpy(variable, type(value) if type(value) in _SHORT else np.float64)
 
 
 def _wrap_queue(builder: VariableBuilder, value: collections.deque[Any]) -> Any:
@@ -139,10 +133,7 @@ def _wrap_queue(builder: VariableBuilder, value: collections.deque[Any]) -> Any:
 
 _SHORT = (np.float32, np.float16, np.int32, np.int16, np.int8, np.uint64, np.uint32, np.uint16, np.uint8)
 _WRAPPERS: dict[Any, Callable[..., Any]] = {
-    np.float64: _wrap_float,
-    np.int64: _wrap_literal,
-    np.bool_: _wrap_literal,
-    **dict.fromkeys(_SHORT, _wrap_short),
+    **dict.fromkeys((np.float64, np.int64, np.bool_, *_SHORT), _wrap_number),
     collections.deque: _wrap_queue,
 }
 
@@ -155,15 +146,17 @@ def _of_numpy(number: Any, kind: type = np.float64) -> Any:
     return number
 
 
+def _known(value: Any) -> Any:
+    return value.realize() if isinstance(value, LazyVariableTracker) else value
+
+
 def _numpys(value: Any) -> type | None:
     """What :func:`_of_numpy` has marked a variable with."""
-    known = value.realize() if isinstance(value, LazyVariableTracker) else value
-    return getattr(known, "of_numpy", None)
+    return getattr(_known(value), "of_numpy", None)
 
 
 def _is_number(value: Any) -> bool:
-    known = value.realize() if isinstance(value, LazyVariableTracker) else value
-    return isinstance(known, (ConstantVariable, SymNodeVariable))
+    return isinstance(_known(value), (ConstantVariable, SymNodeVariable))
 
 
 def _marking(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -200,7 +193,7 @@ def _making_tensors(call: Callable[..., Any]) -> Callable[..., Any]:
 
 def _kinds_in(data: Any) -> Iterator[type | None]:
     """Of the numbers with a fraction, and of those of fewer bits."""
-    known = data.realize() if isinstance(data, LazyVariableTracker) else data
+    known = _known(data)
     if isinstance(known, BaseListVariable):
         for item in known.items:
             yield from _kinds_in(item)
@@ -227,7 +220,7 @@ def _break(reason: str) -> NoReturn:
 def _call_numpy(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Fold what is computed of constants alone, such as ``np.sqrt(width)`` and ``np.log(2 * np.pi)``."""
     if (isinstance(self.value, np.ufunc) or self.value in _OF_NUMBERS) and not kwargs:
-        known = [a.realize() if isinstance(a, LazyVariableTracker) else a for a in args]
+        known = [_known(a) for a in args]
         if all(a.is_python_constant() for a in known):
             result = self.value(*(a.as_python_constant() for a in known))
             if isinstance(result, (np.float64, np.int64, np.bool_)):

@@ -240,7 +240,7 @@ class Ranks:
     def _of_living(self, error: Exception) -> str:
         """What is to be said of a collective that has failed although all are there."""
         text = f"rank {self.rank} of {self.world_size} could not exchange with the others, of whom all live: {error}"
-        if "timed out" not in str(error).lower() and "timeout" not in str(error):
+        if not re.search("timed? ?out", str(error), re.IGNORECASE):
             return text
         return (
             f"{text}. They may be slower, or have fewer batches, or exchange something else. ORTStrategy(timeout=...) "

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from lightning_ort.compiler.dynamo import LIBRARIES
+from lightning_ort.environment import LIBRARIES
 from lightning_ort.lightning.function_source import body_of, codes_in
 
 __all__ = ["ListUses", "uses_of_lists"]

@@ -122,10 +122,8 @@ class Lookahead(torch.optim.Optimizer):
 
     def __init__(self, inner):
         self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
-        self.defaults, self.slow = (
-            inner.defaults,
-            [[p.detach().clone() for p in g["params"]] for g in self.param_groups],
-        )
+        self.defaults = inner.defaults
+        self.slow = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
 
     def step(self, closure=None):
         loss = self.inner.step(closure)
