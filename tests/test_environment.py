@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
+import sysconfig
 from pathlib import Path
+from site import getusersitepackages
 
 import pytest
 
+import lightning_ort
 from lightning_ort import environment
 from lightning_ort.environment import (
+    LIBRARIES,
     OnnxRuntimeConflictError,
     OnnxRuntimeImportError,
     OnnxRuntimeNotFoundError,
@@ -237,3 +241,11 @@ def test_every_error_is_an_import_error():
     for error in (OnnxRuntimeNotFoundError, OnnxRuntimeConflictError, OnnxRuntimeTooOldError):
         assert issubclass(error, OnnxRuntimeImportError)
     assert issubclass(OnnxRuntimeImportError, ImportError)
+
+
+def test_libraries_of_users_and_of_the_system_are_no_code_of_the_user():
+    """Wherever pip has put them: a virtual environment, a user's own folder, the system's."""
+    folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), getusersitepackages()]
+    for folder in (*folders, sysconfig.get_path("stdlib"), str(Path(lightning_ort.__file__).parent)):
+        assert str(Path(folder, "library", "file.py")).startswith(LIBRARIES)
+    assert not str(Path(__file__)).startswith(LIBRARIES)
