@@ -84,7 +84,7 @@ def measures(config: RuntimeConfig, device: torch.device) -> bool:
         config.by_speed
         and config.measure
         and config.on_session is None  # who looks at sessions wants them
-        and device.type == "cpu"
+        and device.type in ("cpu", "cuda")
         and learns()
     )
 
@@ -140,6 +140,18 @@ def _measure_again(runs: Mapping[str, Callable[[], object]], seconds: dict[str, 
             seconds[name] = min(seconds[name], again)
 
 
+def _completed(run: Callable[..., object], device: torch.device) -> Callable[..., object]:
+    """``run``, until a GPU that Python has left work to has done it."""
+    if device.type != "cuda":
+        return run
+
+    def complete(*args: Any) -> None:
+        run(*args)
+        torch.cuda.synchronize(device)
+
+    return complete
+
+
 def _timed(run: Callable[[], object]) -> float:
     start = time.perf_counter()
     run()
@@ -155,10 +167,11 @@ class Contest(Generic[Unit]):
     Args:
         key: of the choice.
         rivals: executor to what compiles the same for it.
+        device: what computes.
     """
 
-    def __init__(self, key: Key, rivals: Mapping[str, Callable[[], Unit]]) -> None:
-        self._key, self._rivals = key, rivals
+    def __init__(self, key: Key, rivals: Mapping[str, Callable[[], Unit]], device: torch.device) -> None:
+        self._key, self._rivals, self._device = key, rivals, device
 
     def settle(
         self,
@@ -178,6 +191,7 @@ class Contest(Generic[Unit]):
             eager: computes the same by Dynamo's graph.
             eager_counts: eager may be chosen.
         """
+        run, eager = _completed(run, self._device), _completed(eager, self._device)
         units = {"onnxruntime": unit}
         failed: dict[str, str] = {}
         try:
@@ -261,7 +275,7 @@ class Key:
         sizes = [[hint(size) for size in x.shape] for x in tensors]
         elements = sum(math.prod(row) for x, row in zip(tensors, sizes, strict=True) if not x.requires_grad)
         whole = [common, graph.code, sizes, is_open]
-        means = _means(config)
+        means = [_means(config), *(_gpu(x.device) for x in tensors if x.device.type == "cuda")]
         return cls(_hashed([common, means]), _hashed([whole, means]), elements, _hashed(whole))
 
     @classmethod
@@ -283,6 +297,12 @@ def _means(config: RuntimeConfig) -> list[Any]:
     """What the time of everything depends on."""
     options = [config.providers, config.provider_options, _described(config.session_options), config.placement]
     return [options, torch.get_num_threads(), _machine()]
+
+
+def _gpu(device: torch.device) -> list[Any]:
+    """What the time of a graph depends on where a GPU runs it."""
+    settings = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.benchmark
+    return [torch.cuda.get_device_name(device), *settings]
 
 
 def _hashed(parts: Any) -> str:

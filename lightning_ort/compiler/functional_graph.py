@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.fx.traceback
 from torch import fx
+from torch._C import DispatchKey, DispatchKeySet
 
 # Tracers have no public form; nothing else traces regions.
 from torch._dispatch.python import enable_python_dispatcher
@@ -23,9 +24,21 @@ from torch.fx.experimental.proxy_tensor import make_fx, maybe_enable_thunkify
 from lightning_ort.compiler import decompositions
 from lightning_ort.compiler.decompositions.registry import composites
 
-__all__ = ["Untraceable", "functional_graph", "is_named_in_place", "plain_kernels", "stands_for_float"]
+__all__ = ["DONE", "Untraceable", "functional_graph", "is_named_in_place", "plain_kernels", "stands_for_float"]
 
 aten = torch.ops.aten
+
+DONE = DispatchKeySet(DispatchKey.AutocastCPU)
+"""What torch is not to do once more when it runs operators of a graph: casts and gradients are in it already. Without
+the last key views are like other tensors, as results must be."""
+for _key in (
+    DispatchKey.AutocastCUDA,
+    DispatchKey.AutogradCPU,
+    DispatchKey.AutogradCUDA,
+    DispatchKey.AutogradOther,
+    DispatchKey.ADInplaceOrView,
+):
+    DONE = DONE.add(_key)
 
 
 class Untraceable(Exception):

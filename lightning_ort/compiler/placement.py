@@ -17,7 +17,7 @@ from lightning_ort.runtime.factory import SessionFactory
 from lightning_ort.runtime.providers.provider import Provider
 from lightning_ort.runtime.tensors import is_supported
 
-__all__ = ["SMALL", "Placement", "Segment", "better_in_torch", "is_of_nothing", "operations"]
+__all__ = ["SMALL", "Placement", "Segment", "better_in_torch", "is_foreign", "is_of_nothing", "operations"]
 
 
 @dataclasses.dataclass
@@ -138,6 +138,13 @@ def _reaches_other_stage(number: fx.Node, stage: dict[fx.Node, int], level: int)
         _reaches_other_stage(user, stage, level) if is_number(user) else stage.get(user, -1) != level
         for user in number.users
     )
+
+
+def is_foreign(node: fx.Node) -> bool:
+    """Whether somebody else's code computes ``node``, or a graph of its own does."""
+    is_operator = isinstance(node.target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))
+    # those of this package stand for torch's in graphs of ONNX Runtime, or are written in torch's functions
+    return is_operator and getattr(node.target, "namespace", "") not in ("aten", "prims", "lightning_ort")
 
 
 aten = torch.ops.aten

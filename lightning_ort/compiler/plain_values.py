@@ -36,11 +36,8 @@ from torch._dynamo.variables.lists import BaseListVariable, DequeVariable
 from torch._dynamo.variables.misc import NumpyVariable, RandomVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
-from torch._dynamo.variables.user_defined import (
-    OrderedDictVariable,
-    UserDefinedClassVariable,
-    UserDefinedTupleVariable,
-)
+from torch._dynamo.variables import user_defined
+from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedTupleVariable
 
 from lightning_ort.compiler.dynamo_words import source_of
 
@@ -277,7 +274,11 @@ _FAITHLESS: list[tuple[type, str, Callable[..., str | None]]] = [
     (CollectiveFunctionRewriteVariable, "call_function", _is_collective),
     (DequeVariable, "call_method", _queue_changes),
     (RandomVariable, "call_method", _draws),
-    (OrderedDictVariable, "call_method", _order_changes),
+    *(
+        [(user_defined.OrderedDictVariable, "call_method", _order_changes)]
+        if hasattr(user_defined, "OrderedDictVariable")
+        else []
+    ),
     (ConstDictVariable, "call_method", _order_changes),
     (SideEffects, "store_attr", _class_changes),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import operator
@@ -17,7 +18,7 @@ from torch import fx
 
 from lightning_ort.compiler.allocation import allocator
 from lightning_ort.compiler.dynamo_words import source_line
-from lightning_ort.compiler.functional_graph import Untraceable
+from lightning_ort.compiler.functional_graph import DONE, Untraceable
 from lightning_ort.compiler.lowering import GraphBuilder, NotLowered
 from lightning_ort.compiler.lowering.builder import dtype_of
 from lightning_ort.compiler.passes import has_extreme_factor, optimize, save_memory
@@ -26,6 +27,7 @@ from lightning_ort.compiler.placement import (
     Placement,
     Segment,
     better_in_torch,
+    is_foreign,
     is_of_nothing,
     operations,
 )
@@ -222,10 +224,15 @@ class _Planner:
         graph.output([copies[n] for n in segment.outputs])
         compute = fx.GraphModule(self._module, graph).forward
         reads, writes = [slots[n] for n in segment.inputs], [written[n] for n in segment.outputs]
+        # kernels of torch's own may call what autocast casts; whoever wrote others expects that, and may get other types
+        own = not any(map(is_foreign, segment.nodes))
+        types = [n.meta["val"].dtype for n in segment.outputs]
 
         def step(values: list[Any]) -> None:
-            with torch.no_grad():
+            with torch._C._ExcludeDispatchKeyGuard(DONE) if own else contextlib.nullcontext(), torch.no_grad():
                 results = compute(*[values[i] for i in reads])
+            if not own:
+                results = [result.to(dtype) for result, dtype in zip(results, types, strict=True)]
             for i, result in zip(writes, results, strict=True):
                 if values[i] is None:
                     values[i] = result

@@ -150,7 +150,7 @@ class Region:
             unit = make("onnxruntime")
             self._take(unit)
             rivals = self._compilation.rivals(unit)
-            self._contest = Contest(key, {name: functools.partial(make, name) for name in rivals})
+            self._contest = Contest(key, {name: functools.partial(make, name) for name in rivals}, self.device)
             return
         if known.executor == "eager":
             self._stay(known, 0.0)

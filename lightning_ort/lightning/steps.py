@@ -113,7 +113,9 @@ class CompiledSteps(CompiledMethods):
         turns, strategy = None, trainer.strategy
         # as many calls as the others need not be made of what is not for training
         together = trainer.world_size == 1 or (name == "training_step" and strategy.waits_each_step)
-        if together and not self._uncompiled and self._backend.measures(strategy.root_device):
+        # a GPU computes while Python goes on: what a call takes does not tell
+        timed = strategy.root_device.type == "cpu"
+        if together and timed and not self._uncompiled and self._backend.measures(strategy.root_device):
 
             def parts() -> list[Any]:
                 shapes = [(tuple(p.shape), p.dtype, p.requires_grad) for p in module.parameters()]

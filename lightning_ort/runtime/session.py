@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import weakref
@@ -27,12 +28,18 @@ _BINDINGS = 4
 
 
 class _Binding:
-    """One IOBinding and the addresses it holds."""
+    """One IOBinding and the addresses it holds.
 
-    __slots__ = ("inputs", "io", "on_host", "outputs")
+    Attributes:
+        on_host: memory of the CPU takes part in a session on a GPU.
+        hosted: inputs there, which ONNX Runtime copies when they are bound, and not when it runs.
+    """
+
+    __slots__ = ("hosted", "inputs", "io", "on_host", "outputs")
 
     def __init__(self, io: onnxruntime.IOBinding, n_inputs: int, n_outputs: int) -> None:
         self.io, self.on_host = io, False
+        self.hosted: dict[str, torch.Tensor] = {}
         self.inputs: list[Any] = [None] * n_inputs
         self.outputs: list[Any] = [None] * n_outputs
 
@@ -85,6 +92,8 @@ class OrtSession:
         self._latest: _Binding | None = None
         # its own arena would go with it; the common one keeps what its values have been in
         weakref.finalize(self, release_arena).atexit = False
+        if queue is not None:  # and it stays until that is done which runs have left to a GPU
+            weakref.finalize(self, _wait_for, queue, inner)
 
     def run(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         """Compute ``outputs`` from ``inputs``, which are those of ``input_names``; outputs must be contiguous.
@@ -112,35 +121,41 @@ class OrtSession:
             if places != bound:
                 for i, place in enumerate(places):
                     if place != bound[i]:
-                        binding.on_host |= self._bind(bind, names[i], tensors[i])
+                        if self._queue is None:
+                            self._bind(bind, names[i], tensors[i])
+                        else:
+                            self._bind_for_gpu(binding, bind, names[i], tensors[i])
                         bound[i] = place
         self._latest = binding
-        self._execute(binding.io, waiting=binding.on_host)
+        self._execute(binding)
 
     def run_unbound(self, inputs: Sequence[torch.Tensor]) -> list[np.ndarray]:
         """All outputs as arrays of their own memory, where their shapes are not known before."""
-        binding = self.inner.io_binding()
+        binding = _Binding(self.inner.io_binding(), 0, 0)
+        binding.on_host = True
         contiguous = [t.contiguous() for t in inputs]
         for name, tensor in zip(self._inputs, contiguous, strict=True):
-            self._bind(binding.bind_input, name, tensor)
+            self._bind(binding.io.bind_input, name, tensor)
         for name in self._outputs:
-            binding.bind_output(name, "cpu")
-        self._execute(binding, waiting=True)
-        return binding.copy_outputs_to_cpu()
+            binding.io.bind_output(name, "cpu")
+        self._execute(binding)
+        return binding.io.copy_outputs_to_cpu()
 
     def run_again(self) -> None:
         """Like the last :meth:`run`, on the same memory, which must still be what it was."""
         assert self._latest is not None
-        self._execute(self._latest.io, waiting=self._latest.on_host)
+        self._execute(self._latest)
 
-    def _execute(self, io: onnxruntime.IOBinding, *, waiting: bool) -> None:
-        """Run; ``waiting`` for a GPU until it is done, because memory of the host takes part."""
+    def _execute(self, binding: _Binding) -> None:
+        """Run; waiting for a GPU until it is done, if memory of the host takes part."""
         try:
             if self._queue is None:
-                self.inner.run_with_iobinding(io, self._waiting)
+                self.inner.run_with_iobinding(binding.io, self._waiting)
                 return
             with self._queue.in_order():
-                self.inner.run_with_iobinding(io, self._waiting if waiting else self._at_once)
+                for name, tensor in binding.hosted.items():
+                    self._bind(binding.io.bind_input, name, tensor)
+                self.inner.run_with_iobinding(binding.io, self._waiting if binding.on_host else self._at_once)
         except Exception as error:
             self.explain(error)
 
@@ -180,16 +195,29 @@ class OrtSession:
             for name, place in zip(names, places, strict=True)
         }
 
-    def _bind(self, bind: Any, name: str, tensor: torch.Tensor) -> bool:
-        """Bind; whether it is memory of the CPU for a session on a GPU."""
-        element, device, on_host = NUMPY.get(tensor.dtype), self._device, False
-        if self._queue is not None and tensor.device.type == "cpu":
-            device, on_host = ("cpu", 0), True
+    def _bind_for_gpu(self, binding: _Binding, bind: Any, name: str, tensor: torch.Tensor) -> None:
+        """Bind, or note an input that is to be bound before each run."""
+        binding.hosted.pop(name, None)
+        if tensor.device.type == "cpu":
+            binding.on_host = True
+            if bind == binding.io.bind_input:
+                binding.hosted[name] = tensor
+                return
+        self._bind(bind, name, tensor)
+
+    def _bind(self, bind: Any, name: str, tensor: torch.Tensor) -> None:
+        element = NUMPY.get(tensor.dtype)
+        device = ("cpu", 0) if self._queue is not None and tensor.device.type == "cpu" else self._device
         if element is None:
             _bind_bfloat16(bind, name, device, tensor)
         else:
             bind(name, *device, element, tuple(tensor.shape), address_of(tensor))
-        return on_host
+
+
+def _wait_for(queue: Queue, session: onnxruntime.InferenceSession) -> None:
+    """Wait for the runs of ``session``: those on a GPU hold some of its memory on, and end badly without it."""
+    with contextlib.suppress(RuntimeError):  # of a run, raised where its results were read
+        queue.wait()
 
 
 def _run_options(session: onnxruntime.InferenceSession, **entries: str) -> onnxruntime.RunOptions:

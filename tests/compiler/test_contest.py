@@ -559,9 +559,33 @@ def test_a_contest_of_long_runs(monkeypatch):
         order.append(unit)
 
     key = contest.Key("graph", "sizes", 1, "program")
-    found = contest.Contest(key, {"torch": lambda: "native"}).settle("ort", run, partial(run, "eager"))
+    race = contest.Contest(key, {"torch": lambda: "native"}, torch.device("cpu"))
+    found = race.settle("ort", run, partial(run, "eager"))
     assert found == ("native", Choice("torch", {"onnxruntime": 3000.0, "eager": 2000.0, "torch": 1000.0}))
     assert order == ["ort", "ort", "released", "eager", "released", "native", "native", "released"]
+
+
+def test_a_run_on_a_gpu_ends_when_the_gpu_is_done(monkeypatch):
+    """Python is done at once with what takes the GPU the longest."""
+    now, queued = [0.0], [0.0]
+    monkeypatch.setattr(contest.time, "perf_counter", lambda: now[0])
+
+    def wait(device):
+        assert device == torch.device("cuda", 1)
+        now[0], queued[0] = now[0] + queued[0], 0.0
+
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+
+    def run(unit):
+        now[0] += {"ort": 0.001, "native": 0.004, "eager": 0.003}[unit]
+        queued[0] += {"ort": 0.019, "native": 0.004, "eager": 0.007}[unit]
+
+    key = contest.Key("graph", "sizes", 1, "program")
+    race = contest.Contest(key, {"torch": lambda: "native"}, torch.device("cuda", 1))
+    assert race.settle("ort", run, partial(run, "eager")) == (
+        "native",
+        Choice("torch", {"onnxruntime": 20.0, "eager": 10.0, "torch": 8.0}),
+    )
 
 
 def test_a_machine_that_was_busy_for_a_while(monkeypatch):
@@ -575,7 +599,8 @@ def test_a_machine_that_was_busy_for_a_while(monkeypatch):
         order.append(unit)
 
     key = contest.Key("graph", "sizes", 1, "program")
-    found = contest.Contest(key, {"torch": lambda: "native"}).settle("ort", run, partial(run, "eager"))
+    race = contest.Contest(key, {"torch": lambda: "native"}, torch.device("cpu"))
+    found = race.settle("ort", run, partial(run, "eager"))
     assert found == ("ort", Choice("onnxruntime", {"onnxruntime": 180.0, "eager": 450.0, "torch": 270.0}))
     assert order == ["ort", "ort", "eager", "eager", "native", "native", "ort", "eager", "native"]
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
+import weakref
 
 import numpy as np
 import onnx.parser
@@ -50,11 +53,14 @@ def on_gpu(values, index=0):
 
 
 class Stream:
-    def __init__(self, address, events):
-        self.cuda_stream, self.events = address, events
+    def __init__(self, address, machine):
+        self.cuda_stream, self.machine, self.events = address, machine, machine.events
 
     def wait_stream(self, other):
         self.events.append((self.cuda_stream, "waits for", other.cuda_stream))
+
+    def synchronize(self):
+        self.machine.waiting()
 
 
 class Binding:
@@ -89,7 +95,7 @@ class Machine:
 
     def __init__(self, monkeypatch):
         self.events, self.bound, self.made, self.assigned, self.starts = [], [], [], {CUDA: ["Sub"]}, True
-        self.current = Stream(0, self.events)
+        self.current, self.waiting = Stream(0, self), lambda: None
         machine = self
 
         class Session:
@@ -127,8 +133,8 @@ class Machine:
         Session.get_provider_graph_assignment_info = lambda self: [Part(*item) for item in machine.assigned.items()]
         monkeypatch.setattr(onnxruntime, "InferenceSession", Session)
         monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [TENSORRT, CUDA, CPU])
-        monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(0x1000 + device, self.events))
-        monkeypatch.setattr(torch.cuda, "ExternalStream", lambda address, device: Stream(address, self.events))
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(0x1000 + device, self))
+        monkeypatch.setattr(torch.cuda, "ExternalStream", lambda address, device: Stream(address, self))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
         monkeypatch.setattr(torch.cuda, "device", self.on_device)
@@ -169,7 +175,7 @@ def test_a_session_gets_its_device_and_a_stream_and_all_is_bound_where_it_is(mac
     ((options, providers, kwargs),) = machine.made
     assert providers == {
         CUDA: {
-            "device_id": str(index),
+            **({"device_id": "1"} if index else {}),
             "user_compute_stream": str(0x1000 + index),
             "use_tf32": "0",
             "cudnn_conv_algo_search": "HEURISTIC",
@@ -194,7 +200,7 @@ def test_a_run_is_put_between_what_torch_has_queued_and_what_it_queues_next(mach
 
 def test_torch_may_change_its_stream_between_runs(machine):
     session, _ = machine.run()
-    machine.current = Stream(0x77, machine.events)
+    machine.current = Stream(0x77, machine)
     machine.events.clear()
     machine.bound.clear()
     session.run_again()
@@ -205,7 +211,7 @@ def test_torch_may_change_its_stream_between_runs(machine):
 
 def test_on_the_stream_of_the_session_nothing_waits(machine):
     session, _ = machine.run(config=RuntimeConfig([CUDA], {CUDA: {"user_compute_stream": "119"}}))
-    machine.current = Stream(119, machine.events)
+    machine.current = Stream(119, machine)
     machine.events.clear()
     session.run_again()
 
@@ -224,13 +230,55 @@ def test_torch_waits_also_after_an_error(machine):
 def test_memory_of_the_cpu_is_bound_as_such_and_waited_for(machine):
     session, events = machine.run(y=torch.tensor([3.0, 2.0, 2.0]))
 
-    assert [entry[:3] for entry in machine.bound] == [("x", "cuda", 0), ("y", "cpu", 0), ("z", "cuda", 0)]
+    assert sorted(entry[:3] for entry in machine.bound) == [("x", "cuda", 0), ("y", "cpu", 0), ("z", "cuda", 0)]
     assert "run and wait" in events
     machine.events.clear()
     session.run_again()
     assert "run and wait" in machine.events
     _, events = machine.run(z=torch.zeros(3))
     assert "run and wait" in events
+
+
+def test_memory_of_the_cpu_is_read_anew_at_each_run(machine, monkeypatch):
+    """ONNX Runtime copies it to the GPU when it is bound, and not when a session runs."""
+    plain = Binding.bind_input
+
+    def bind_input(self, name, device, *args):
+        if device == "cpu":
+            *others, shape, address = args
+            copy = torch.empty(shape)
+            ctypes.memmove(copy.data_ptr(), address, copy.nbytes)
+            self.copies = [*getattr(self, "copies", []), copy]
+            args = *others, shape, copy.data_ptr()
+        plain(self, name, device, *args)
+
+    monkeypatch.setattr(Binding, "bind_input", bind_input)
+    y = torch.tensor([3.0, 2.0, 2.0])
+    session, _ = machine.run(y=y)
+    x, _, z = machine.tensors
+    y.zero_()
+    session.run([x, y], [z])
+    assert z.tolist() == [1.0, 2.0, 3.0]
+    y.fill_(1.0)
+    session.run_again()
+    assert z.tolist() == [0.0, 1.0, 2.0]
+    there = on_gpu([1.0, 1.0, 2.0])
+    session.run([x, there], [z])
+    y.fill_(7.0)
+    session.run_again()
+    assert z.tolist() == [0.0, 1.0, 1.0]
+
+
+def test_a_session_stays_until_its_runs_are_done(machine):
+    """What it has left to the GPU holds some of its memory, and ends the process where that is gone."""
+    session, _ = machine.run()
+    inner = weakref.ref(session.inner)
+    machine.events.clear()
+    machine.waiting = lambda: machine.events.append("session there" if inner() else "session gone")
+    del session
+    gc.collect()
+    assert machine.events == ["session there"]
+    assert inner() is None
 
 
 @pytest.mark.parametrize("assigned", [{CUDA: ["Sub"], CPU: ["Shape", "Gather"]}, None])
@@ -313,7 +361,7 @@ def test_the_present_device_is_taken_where_none_is_named():
 def test_tensorrt_queues_on_the_same_stream():
     (_, first), (_, second) = resolve(torch.device("cuda", 0), [TENSORRT, CUDA])
 
-    assert first == {"device_id": "0", "user_compute_stream": str(0x1000)}
+    assert first == {"user_compute_stream": str(0x1000)}
     assert second["user_compute_stream"] == first["user_compute_stream"]
 
 

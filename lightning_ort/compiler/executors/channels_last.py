@@ -11,6 +11,7 @@ from torch import fx
 
 from lightning_ort.compiler.executors.executable import Results
 from lightning_ort.compiler.executors.torch import TorchExecutable
+from lightning_ort.compiler.placement import is_foreign
 from lightning_ort.compiler.symbolic_shapes import hint, is_number
 from lightning_ort.compiler.trace import Traced
 
@@ -36,16 +37,9 @@ def gains_by_channels_last(traced: Traced) -> bool:
     """
     nodes = traced.graph.nodes
     formats = {layout[1] for n in nodes if (layout := _layout(n))}
-    if formats <= {torch.contiguous_format} or any(n.target in _BY_ADDRESS or _is_foreign(n) for n in nodes):
+    if formats <= {torch.contiguous_format} or any(n.target in _BY_ADDRESS or is_foreign(n) for n in nodes):
         return False
     return all(_format(n) is not None for n in _results(traced))
-
-
-def _is_foreign(node: fx.Node) -> bool:
-    """Whether somebody else's code computes ``node``, or a graph of its own does."""
-    is_operator = isinstance(node.target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))
-    # those of this package stand for torch's in graphs of ONNX Runtime, or are written in torch's functions
-    return is_operator and getattr(node.target, "namespace", "") not in ("aten", "prims", "lightning_ort")
 
 
 class ChannelsLastExecutable(TorchExecutable):

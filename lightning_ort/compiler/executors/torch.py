@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._C import DispatchKey, DispatchKeySet
 
 from lightning_ort.compiler.executors.executable import Executable, Results
+from lightning_ort.compiler.functional_graph import DONE
 from lightning_ort.compiler.mixed_precision import half_types
 from lightning_ort.compiler.random import drawer
 from lightning_ort.compiler.trace import Traced
@@ -22,17 +22,6 @@ from lightning_ort.runtime.memory import storage_key
 __all__ = ["TorchExecutable"]
 
 aten = torch.ops.aten
-
-# Casts and gradients are in the graph already. Without the last key views are like other tensors, as results must be.
-_DONE = DispatchKeySet(DispatchKey.AutocastCPU)
-for _key in (
-    DispatchKey.AutocastCUDA,
-    DispatchKey.AutogradCPU,
-    DispatchKey.AutogradCUDA,
-    DispatchKey.AutogradOther,
-    DispatchKey.ADInplaceOrView,
-):
-    _DONE = _DONE.add(_key)
 
 # What gave a view when the graph was traced may lie otherwise in a run, after kernels whose fake ones differ in that.
 _TOLERANT = {
@@ -79,7 +68,7 @@ class TorchExecutable(Executable):
         began = 0.0 if recording is None else perf_counter()
         values = [*inputs, *self._draw(inputs)] if self.has_draws else [*inputs]
         grad = torch.is_grad_enabled() or self._for_gradients
-        with torch._C._ExcludeDispatchKeyGuard(_DONE), torch.set_grad_enabled(grad):
+        with torch._C._ExcludeDispatchKeyGuard(DONE), torch.set_grad_enabled(grad):
             results = self._compute(values)
             for i in self._copied:
                 results[i] = results[i].clone()

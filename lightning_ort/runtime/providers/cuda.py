@@ -55,7 +55,8 @@ class _CUDA(OnGPU):
                 "wait for torch. Leave it out, or give the address of a stream other than the default one."
             )
         ours = {
-            "device_id": str(index),
+            # the default is left out: given any, ONNX Runtime 1.30 and later warn of each session
+            **({"device_id": str(index)} if index else {}),
             # on one stream for each device, so that whatever is taken from and given back to the arena stays in order
             "user_compute_stream": str(_stream(index).cuda_stream),
             # by default ONNX Runtime rounds the factors of products to 10 bits, torch does not
@@ -73,7 +74,7 @@ class _CUDA(OnGPU):
 
     def starting(self, options: Mapping[str, str]) -> contextlib.AbstractContextManager[None]:
         # a session of CUDA changes the thread's current device
-        return torch.cuda.device(int(options["device_id"]))
+        return torch.cuda.device(int(options.get("device_id", "0")))
 
     def on_cpu(self, session: onnxruntime.InferenceSession) -> tuple[str, ...] | None:
         try:
@@ -127,6 +128,10 @@ class Queue:
         self._index, address = _index(device), int(options["user_compute_stream"])
         ours = _stream(self._index)
         self._stream = ours if ours.cuda_stream == address else torch.cuda.ExternalStream(address, device=self._index)
+
+    def wait(self) -> None:
+        """Have the host wait until all runs are done."""
+        self._stream.synchronize()
 
     @contextlib.contextmanager
     def in_order(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ __all__ = ["TENSORRT", "TENSORRT_RTX"]
 
 class _TensorRT(OnGPU):
     def options(self, device: torch.device, given: Mapping[str, str], native: Mapping[str, str]) -> dict[str, str]:
-        return {key: native[key] for key in ("device_id", "user_compute_stream")} | dict(given)
+        return {key: native[key] for key in ("device_id", "user_compute_stream") if key in native} | dict(given)
 
 
 TENSORRT = _TensorRT("TensorrtExecutionProvider")
