@@ -26,7 +26,7 @@ from torch import fx
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import RandomValueSource, TensorPropertySource
-from torch._dynamo.variables import ConstantVariable
+from torch._dynamo.variables import ConstantVariable, user_defined
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.dicts import ConstDictVariable
@@ -36,7 +36,6 @@ from torch._dynamo.variables.lists import BaseListVariable, DequeVariable
 from torch._dynamo.variables.misc import NumpyVariable, RandomVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
-from torch._dynamo.variables import user_defined
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedTupleVariable
 
 from lightning_ort.compiler.dynamo_words import source_of

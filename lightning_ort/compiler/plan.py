@@ -224,9 +224,9 @@ class _Planner:
         graph.output([copies[n] for n in segment.outputs])
         compute = fx.GraphModule(self._module, graph).forward
         reads, writes = [slots[n] for n in segment.inputs], [written[n] for n in segment.outputs]
-        # kernels of torch's own may call what autocast casts; whoever wrote others expects that, and may get other types
+        # kernels of torch's own may call what autocast casts; those of others are written for it, and may give other types
         own = not any(map(is_foreign, segment.nodes))
-        types = [n.meta["val"].dtype for n in segment.outputs]
+        types = [] if own else [n.meta["val"].dtype for n in segment.outputs]
 
         def step(values: list[Any]) -> None:
             with torch._C._ExcludeDispatchKeyGuard(DONE) if own else contextlib.nullcontext(), torch.no_grad():
