@@ -224,7 +224,7 @@ class _Planner:
         graph.output([copies[n] for n in segment.outputs])
         compute = fx.GraphModule(self._module, graph).forward
         reads, writes = [slots[n] for n in segment.inputs], [written[n] for n in segment.outputs]
-        # kernels of torch's own may call what autocast casts; those of others are written for it, and may give other types
+        # torch's own kernels may call what autocast casts; others are written for it, and may give other types then
         own = not any(map(is_foreign, segment.nodes))
         types = [] if own else [n.meta["val"].dtype for n in segment.outputs]
 
