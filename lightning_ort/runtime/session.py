@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import weakref
@@ -31,14 +30,14 @@ class _Binding:
     """One IOBinding and the addresses it holds.
 
     Attributes:
-        on_host: memory of the CPU takes part in a session on a GPU.
-        hosted: inputs there, which ONNX Runtime copies when they are bound, and not when it runs.
+        hosted: inputs in memory of the CPU for a session on a GPU: ONNX Runtime copies them when they are bound, and
+            not when it runs.
     """
 
-    __slots__ = ("hosted", "inputs", "io", "on_host", "outputs")
+    __slots__ = ("hosted", "inputs", "io", "outputs")
 
     def __init__(self, io: onnxruntime.IOBinding, n_inputs: int, n_outputs: int) -> None:
-        self.io, self.on_host = io, False
+        self.io = io
         self.hosted: dict[str, torch.Tensor] = {}
         self.inputs: list[Any] = [None] * n_inputs
         self.outputs: list[Any] = [None] * n_outputs
@@ -79,10 +78,7 @@ class OrtSession:
         places: Mapping[str, str] | None = None,
     ) -> None:
         self.inner, self.on_cpu, self._queue = inner, on_cpu, queue
-        # what the CPU has a part in must be waited for: its buffers would be used again while copies are under way
-        self._waiting = _run_options(inner)
-        alone = self.on_cpu == ()
-        self._at_once = _run_options(inner, disable_synchronize_execution_providers="1") if alone else self._waiting
+        self._run_options = _run_options(inner)
         self._device = (device.type, device.index or 0)
         self._inputs = self.input_names = [i.name for i in self.inner.get_inputs()]
         self._outputs = [o.name for o in self.inner.get_outputs()]
@@ -92,8 +88,6 @@ class OrtSession:
         self._latest: _Binding | None = None
         # its own arena would go with it; the common one keeps what its values have been in
         weakref.finalize(self, release_arena).atexit = False
-        if queue is not None:  # and it stays until that is done which runs have left to a GPU
-            weakref.finalize(self, _wait_for, queue, inner)
 
     def run(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         """Compute ``outputs`` from ``inputs``, which are those of ``input_names``; outputs must be contiguous.
@@ -132,7 +126,6 @@ class OrtSession:
     def run_unbound(self, inputs: Sequence[torch.Tensor]) -> list[np.ndarray]:
         """All outputs as arrays of their own memory, where their shapes are not known before."""
         binding = _Binding(self.inner.io_binding(), 0, 0)
-        binding.on_host = True
         contiguous = [t.contiguous() for t in inputs]
         for name, tensor in zip(self._inputs, contiguous, strict=True):
             self._bind(binding.io.bind_input, name, tensor)
@@ -147,15 +140,19 @@ class OrtSession:
         self._execute(self._latest)
 
     def _execute(self, binding: _Binding) -> None:
-        """Run; waiting for a GPU until it is done, if memory of the host takes part."""
+        """Run, until it is done.
+
+        On a GPU the host could go on at once. But memory of the host that kernels read is freed only by a run that is
+        waited for; if there is any when the session ends, so does the process.
+        """
         try:
             if self._queue is None:
-                self.inner.run_with_iobinding(binding.io, self._waiting)
+                self.inner.run_with_iobinding(binding.io, self._run_options)
                 return
             with self._queue.in_order():
                 for name, tensor in binding.hosted.items():
                     self._bind(binding.io.bind_input, name, tensor)
-                self.inner.run_with_iobinding(binding.io, self._waiting if binding.on_host else self._at_once)
+                self.inner.run_with_iobinding(binding.io, self._run_options)
         except Exception as error:
             self.explain(error)
 
@@ -166,7 +163,7 @@ class OrtSession:
         """
         assert self._latest is not None
         if self._queue is None:
-            return functools.partial(self.inner.run_with_iobinding, self._latest.io, self._waiting)
+            return functools.partial(self.inner.run_with_iobinding, self._latest.io, self._run_options)
         return self.run_again
 
     def explain(self, error: Exception) -> NoReturn:
@@ -198,12 +195,10 @@ class OrtSession:
     def _bind_for_gpu(self, binding: _Binding, bind: Any, name: str, tensor: torch.Tensor) -> None:
         """Bind, or note an input that is to be bound before each run."""
         binding.hosted.pop(name, None)
-        if tensor.device.type == "cpu":
-            binding.on_host = True
-            if bind == binding.io.bind_input:
-                binding.hosted[name] = tensor
-                return
-        self._bind(bind, name, tensor)
+        if tensor.device.type == "cpu" and bind == binding.io.bind_input:
+            binding.hosted[name] = tensor
+        else:
+            self._bind(bind, name, tensor)
 
     def _bind(self, bind: Any, name: str, tensor: torch.Tensor) -> None:
         element = NUMPY.get(tensor.dtype)
@@ -214,13 +209,7 @@ class OrtSession:
             bind(name, *device, element, tuple(tensor.shape), address_of(tensor))
 
 
-def _wait_for(queue: Queue, session: onnxruntime.InferenceSession) -> None:
-    """Wait for the runs of ``session``: those on a GPU hold some of its memory on, and end badly without it."""
-    with contextlib.suppress(RuntimeError):  # of a run, raised where its results were read
-        queue.wait()
-
-
-def _run_options(session: onnxruntime.InferenceSession, **entries: str) -> onnxruntime.RunOptions:
+def _run_options(session: onnxruntime.InferenceSession) -> onnxruntime.RunOptions:
     """To be used for all runs, since each run without any makes some, for a microsecond."""
     options = onnxruntime.RunOptions()
     if session.get_session_options().log_severity_level == 3:
@@ -228,8 +217,6 @@ def _run_options(session: onnxruntime.InferenceSession, **entries: str) -> onnxr
         options.log_severity_level = 4
     # no graph of GPU kernels is captured; ONNX Runtime 1.31 asks for this entry, and misses it for 30 microseconds
     options.add_run_config_entry("gpu_graph_id", "-1")
-    for name, value in entries.items():
-        options.add_run_config_entry(name, value)
     return options
 
 

@@ -117,7 +117,6 @@ class Queue:
     ONNX Runtime is told its stream when a session is made, and takes the address 0, which torch's default stream has,
     for none: it would make a stream of its own, which waits for nothing. So it gets a stream from torch that is used
     for nothing else, and at each run events make it and torch's current stream, whichever that is, wait for each other.
-    The host waits for neither.
 
     Args:
         device: a CUDA device.
@@ -128,10 +127,6 @@ class Queue:
         self._index, address = _index(device), int(options["user_compute_stream"])
         ours = _stream(self._index)
         self._stream = ours if ours.cuda_stream == address else torch.cuda.ExternalStream(address, device=self._index)
-
-    def wait(self) -> None:
-        """Have the host wait until all runs are done."""
-        self._stream.synchronize()
 
     @contextlib.contextmanager
     def in_order(self) -> Iterator[None]:
