@@ -101,7 +101,7 @@ class RoundingNoise(TorchDispatchMode):
         growth = 1.0
         if torch.Tag.pointwise not in func.tags and func._opname not in _UNTAGGED:
             growth = _growth(func, args, given)
-            args = self._noisy_terms(func, args, growth)
+            args = self._noisy_terms(func, args, max(growth, _of_tf32(func._opname, given)))
         results = func(*args, **keywords)
         storages = {storage_key(x) for x in given if x.layout == torch.strided}
         written = func._schema.is_mutable
@@ -217,6 +217,25 @@ def _growth(func: Any, args: tuple[Any, ...], given: Iterable[torch.Tensor]) -> 
         terms = max(sizes, default=1)
     return max(1.0, math.sqrt(min(terms, _LONGEST_BLOCK) / _LANES))
 
+
+def _of_tf32(name: str, given: Sequence[torch.Tensor]) -> float:
+    """How much more than float32 an operator rounds what it multiplies, where a GPU takes factors of 10 bits."""
+    settings = _MULTIPLYING.get(name)
+    first, *_ = given
+    on_gpu = first.device.type == "cuda" and first.dtype == torch.float32
+    if settings is None or not on_gpu or settings().fp32_precision != "tf32":
+        return 1.0
+    return 2.0**-10 / torch.finfo(torch.float32).eps
+
+
+_MULTIPLYING: Mapping[str, Callable[[], Any]] = {
+    **dict.fromkeys(
+        ["mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot"], lambda: torch.backends.cuda.matmul
+    ),
+    **dict.fromkeys(["convolution", "convolution_backward"], lambda: torch.backends.cudnn.conv),
+    **dict.fromkeys(["_cudnn_rnn", "_cudnn_rnn_backward"], lambda: torch.backends.cudnn.rnn),
+}
+"""Operators that multiply, and what says in which precision they do so on a GPU."""
 
 _PRODUCTS: Mapping[str, int] = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "addbmm": 1, "mv": 0, "addmv": 1, "dot": 0}
 """Position of the left factor of matrix products."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import types
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from seeded_networks import Problem
 from torch import fx, nn
 
 from lightning_ort import MismatchError, verification
-from lightning_ort.compiler import ORTBackend, compilation, first_run
+from lightning_ort.compiler import ORTBackend, compilation, first_run, rounding
 from lightning_ort.compiler.plan import Plan
 from lightning_ort.compiler.rounding import RoundingNoise
 from lightning_ort.verification import Results, find_mismatch, has_nan, varied
@@ -321,6 +322,29 @@ def test_noise_leaves_what_is_exact():
         copy.mul_(1.7)
         assert 0 < (copy - x.double() * 1.7).abs().max() < 1e-5
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_noise_of_factors_of_10_bits(monkeypatch):
+    """Where a GPU multiplies so, eager is off by as much itself: by default in convolutions."""
+    factors = [types.SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)]
+    assert rounding._of_tf32("convolution", factors) == 8192
+    assert rounding._of_tf32("mm", factors) == 1
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee")
+    assert rounding._of_tf32("convolution_backward", factors) == 1
+    assert rounding._of_tf32("bmm", factors) == 8192
+    assert rounding._of_tf32("add", factors) == rounding._of_tf32("mm", [torch.ones(1)]) == 1
+    factors[0].dtype = torch.float64
+    assert rounding._of_tf32("mm", factors) == 1
+
+    x, w = torch.randn(4, 8, 10, 10), torch.randn(6, 8, 3, 3)
+    exact = F.conv2d(x, w)
+    off = []
+    for times in (1.0, 8192.0):
+        monkeypatch.setattr(rounding, "_of_tf32", lambda *_, times=times: times)
+        with RoundingNoise(0, torch.device("cpu")):
+            off.append(verification.largest(F.conv2d(x, w) - exact) / verification.largest(exact))
+    assert off[0] < 1e-5 and 1e-4 < off[1] < 1e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
