@@ -62,6 +62,11 @@ class Attends(nn.Module):
         return self.layer(x, x, x, need_weights=False)[0]
 
 
+def ends_in(function):
+    """A layer and a loss, or whatever else ``function`` is."""
+    return lambda: Function(function, nn.Linear(8, 8))
+
+
 VECTOR, SEQUENCE, IMAGE = (8,), (5, 8), (4, 9, 9)
 # what torch has kernels of its own for on a GPU
 OTHERS = {
@@ -82,6 +87,16 @@ OTHERS = {
     "a Python float and a scalar of the CPU": (
         lambda: Function(lambda x: x * torch.tensor(0.5) + 0.25, nn.Linear(8, 8)), VECTOR
     ),
+    "multi-margin loss": (
+        ends_in(lambda x: F.multi_margin_loss(x, x.detach().argmin(1), reduction="none")), VECTOR
+    ),
+    "multi-label margin loss": (
+        ends_in(lambda x: F.multilabel_margin_loss(x, x.detach().argsort(1), reduction="none")), VECTOR
+    ),
+    "binary cross entropy": (ends_in(lambda x: F.binary_cross_entropy_with_logits(x, x.detach().sigmoid(), reduction="none")), VECTOR),
+    "distances": (ends_in(F.pdist), VECTOR),
+    "sorted": (ends_in(lambda x: x.sort(1)[0] + x.cummax(1)[0] + x.msort()), VECTOR),
+    "maxima of single pixels": (ends_in(lambda x: F.adaptive_max_pool1d(x[..., :1], 1)), SEQUENCE),
 }  # fmt: skip
 SAME = [
     "rms norm", "group norm", "instance norm", "batch norm 2d", "batch norm 2d, eval", "conv", "conv, depthwise",

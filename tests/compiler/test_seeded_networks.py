@@ -329,13 +329,17 @@ def test_noise_of_factors_of_10_bits(monkeypatch):
     factors = [types.SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)]
     assert rounding._of_tf32("convolution", factors) == 8192
     assert rounding._of_tf32("mm", factors) == 1
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
-    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee")
-    assert rounding._of_tf32("convolution_backward", factors) == 1
-    assert rounding._of_tf32("bmm", factors) == 8192
-    assert rounding._of_tf32("add", factors) == rounding._of_tf32("mm", [torch.ones(1)]) == 1
-    factors[0].dtype = torch.float64
-    assert rounding._of_tf32("mm", factors) == 1
+    matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    before = matmul.fp32_precision, conv.fp32_precision
+    try:
+        matmul.fp32_precision, conv.fp32_precision = "tf32", "ieee"
+        assert rounding._of_tf32("convolution_backward", factors) == 1
+        assert rounding._of_tf32("bmm", factors) == 8192
+        assert rounding._of_tf32("add", factors) == rounding._of_tf32("mm", [torch.ones(1)]) == 1
+        factors[0].dtype = torch.float64
+        assert rounding._of_tf32("mm", factors) == 1
+    finally:
+        matmul.fp32_precision, conv.fp32_precision = before
 
     x, w = torch.randn(4, 8, 10, 10), torch.randn(6, 8, 3, 3)
     exact = F.conv2d(x, w)

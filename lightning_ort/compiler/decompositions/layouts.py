@@ -30,7 +30,7 @@ def channel_shuffle(x: Tensor, groups: int) -> Any:
 
 @composes(aten.log_sigmoid.default, native=True)
 def log_sigmoid(x: Tensor) -> Any:
-    return aten.log_sigmoid_forward.default(x.contiguous())[0] if x.device.type == "cpu" else NotImplemented
+    return aten.log_sigmoid_forward.default(x.contiguous() if x.device.type == "cpu" else x)[0]
 
 
 @composes(aten.rrelu.default, native=True)

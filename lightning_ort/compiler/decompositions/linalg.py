@@ -81,7 +81,7 @@ def cdist_backward(grad: Tensor, x: Tensor, y: Tensor, p: float, distance: Tenso
 
 
 def _pairs(x: Tensor) -> tuple[Tensor, Tensor]:
-    rows, columns = torch.triu_indices(x.shape[0], x.shape[0], 1)
+    rows, columns = torch.triu_indices(x.shape[0], x.shape[0], 1, device=x.device)
     return rows, columns
 
 

@@ -39,7 +39,7 @@ def multi_margin_loss(
     if p not in (1, 2) or rows.dim() != 2 or not rows.shape[1] or labels.shape != rows.shape[:1]:
         return NotImplemented  # torch's error
     labels = labels.unsqueeze(1)
-    is_target = torch.arange(rows.shape[1]) == labels
+    is_target = torch.arange(rows.shape[1], device=x.device) == labels
     margins = margin - rows.gather(1, labels) + rows
     positive, factor = ~is_target & (margins > 0), 1 / rows.shape[1]
     if weight is not None:
@@ -58,7 +58,7 @@ def multilabel_margin_loss_forward(x: Tensor, target: Tensor, reduction: int) ->
     x, target = torch.atleast_2d(x), torch.atleast_2d(target)
     classes = x.shape[1]
     refuse_unless((target >= -1) & (target < classes), "the target of a multi-label margin loss is out of range")
-    index = torch.arange(classes)
+    index = torch.arange(classes, device=x.device)
     valid = index < torch.where(target == -1, index, classes).amin(-1, keepdim=True)
     at_target = x.gather(1, torch.where(valid, target, 0))
     is_target = (index == torch.where(valid, target, -1).unsqueeze(-1)).any(1)

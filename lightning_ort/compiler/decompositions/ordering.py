@@ -83,7 +83,7 @@ def _running_extremum(
         return NotImplemented
     dim = dim % x.dim()
     n = x.shape[dim]
-    index = torch.arange(n).view([-1 if d == dim else 1 for d in range(x.dim())]).expand(x.shape)
+    index = torch.arange(n, device=x.device).view([-1 if d == dim else 1 for d in range(x.dim())]).expand(x.shape)
     if not x.is_floating_point():
         limits = torch.iinfo(x.dtype)
         worst = limits.min if worst < 0 else limits.max

@@ -171,7 +171,9 @@ def _adaptive_maxima(x: Tensor, output_size: Sequence[Any], spatial: int) -> Any
     for size, source in zip(sizes, sources, strict=True):
         below //= len(source)
         coordinate = torch.div(places, below, rounding_mode="floor") % len(source)
-        index = index * int(size) + torch.tensor(source, device=x.device)[coordinate]
+        if source != list(range(int(size))):
+            coordinate = torch.tensor(source, device=x.device)[coordinate]
+        index = index * int(size) + coordinate
     lead = x.dim() - spatial
     values = x.flatten(lead).gather(lead, index.flatten(lead)).reshape(index.shape)
     return values, index
