@@ -93,7 +93,9 @@ OTHERS = {
     "multi-label margin loss": (
         ends_in(lambda x: F.multilabel_margin_loss(x, x.detach().argsort(1), reduction="none")), VECTOR
     ),
-    "binary cross entropy": (ends_in(lambda x: F.binary_cross_entropy_with_logits(x, x.detach().sigmoid(), reduction="none")), VECTOR),
+    "binary cross entropy": (
+        ends_in(lambda x: F.binary_cross_entropy_with_logits(x, x.detach().sigmoid(), reduction="none")), VECTOR
+    ),
     "distances": (ends_in(F.pdist), VECTOR),
     "sorted": (ends_in(lambda x: x.sort(1)[0] + x.cummax(1)[0] + x.msort()), VECTOR),
     "maxima of single pixels": (ends_in(lambda x: F.adaptive_max_pool1d(x[..., :1], 1)), SEQUENCE),
