@@ -30,6 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     options = _parser().parse_args(arguments)
     if options.save and _is_part_of_a_part(options):
         _parser().error("--save keeps whole parts, as the documentation shows them: use --output FOLDER")
+    if options.accelerator != "cpu" and (options.save or "everyday" in options.only):
+        _parser().error(
+            "--accelerator is for --only models logged growth, without --save: the documentation's are CPUs"
+        )
     settings = Settings.quick(options.threads) if options.quick else Settings(threads=options.threads)
     rounds = options.rounds or (settings.rounds if options.quick else None)
     # what is not a terminal counts as 80 columns wide, too few for the table
@@ -49,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
                 layers=options.layers,
                 projects=options.projects,
                 seconds=0.1 if options.quick else options.seconds,
+                accelerator=options.accelerator,
                 # a moving indicator would cost the time of the cores that are measured
                 say=lambda text: console.print(text, markup=False, highlight=False),
             )
@@ -96,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--precision", nargs="+", metavar="X", help="of the Trainer (default: 32-true, for the models also bf16-mixed)"
     )
+    parser.add_argument("--accelerator", choices=("cpu", "cuda"), default="cpu", help="of the Trainer (default: cpu)")
     parser.add_argument("--quick", action="store_true", help="a few steps, to see that it works; figures mean nothing")
     parser.add_argument(
         "--save", action="store_true", help="write benchmarks/results/, of which `python -m benchmarks.page` makes docs"

@@ -1,7 +1,7 @@
 """One running ``Trainer.fit`` of a model of this folder that works only when it is its turn.
 
-``python -m benchmarks.child '{"model": ..., "precision": ..., "logs": ..., "options": ...}'`` trains as
-:mod:`lightning_ort.bench.child` says; ``options`` go to the model's ``make_module``.
+``python -m benchmarks.child '{"model": ..., "precision": ..., "accelerator": ..., "logs": ..., "options": ...}'``
+trains as :mod:`lightning_ort.bench.child` says; ``options`` go to the model's ``make_module``.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ class Batches:
         return itertools.cycle(self._batches)
 
 
-def train(child: Child, model: str, precision: Any, logs: bool, options: Mapping[str, Any]) -> None:
+def train(child: Child, model: str, precision: Any, accelerator: str, logs: bool, options: Mapping[str, Any]) -> None:
     """Train until there are no more turns; steps log only with ``logs``."""
     seed_everything(0, verbose=False)
     module = load(model).make_module(**options)
     module.logs = logs
     trainer = Trainer(
         strategy=strategy_of(child.strategy),
-        accelerator="cpu",
+        accelerator=accelerator,
+        devices=1,
         precision=precision,
         max_epochs=-1,
         callbacks=[child.turns],

@@ -39,6 +39,7 @@ def run_part(
     layers: Sequence[int] = LAYERS,
     projects: Sequence[str] = tuple(PROJECTS),
     seconds: float = 20.0,
+    accelerator: str = "cpu",
     say: Callable[[str], object] = lambda text: None,
 ) -> dict[str, Any]:
     """Measure one of :data:`PARTS`; returns its report, ready for JSON.
@@ -52,6 +53,7 @@ def run_part(
         layers: of ``growth``.
         projects: of ``everyday``.
         seconds: of a project's fit under ``auto``.
+        accelerator: of the Trainer, in all parts but ``everyday``.
         say: is told what is measured next.
     """
     if part == "everyday":
@@ -62,24 +64,25 @@ def run_part(
             report["results"] += measure_project(project, strategies, precision, seconds, settings.threads)
         return report
     chosen = {**dataclasses.asdict(settings), "strategies": list(strategies), "precision": precision}
+    chosen["accelerator"] = accelerator
     report = {"part": part, **described(**chosen)}
     if part in STEPS:
         for model in models:
             say(f"{model}: {MODELS[model]}")
-            command = _command(model, precision, logs=part == "logged")
+            command = _command(model, precision, accelerator, logs=part == "logged")
             report["results"] += measure(model, command, strategies, settings)
         return report
     for count in layers:
         say(f"GPT of {count} layers")
-        command = _command("narrow_gpt", precision, logs=False, layers=count)
+        command = _command("narrow_gpt", precision, accelerator, logs=False, layers=count)
         report["results"] += [
             {**result, "layers": count} for result in measure(f"{count} layers", command, strategies, settings)
         ]
     return report
 
 
-def _command(model: str, precision: str, *, logs: bool, **options: Any) -> list[str]:
-    job = {"model": model, "precision": precision, "logs": logs, "options": options}
+def _command(model: str, precision: str, accelerator: str, *, logs: bool, **options: Any) -> list[str]:
+    job = {"model": model, "precision": precision, "accelerator": accelerator, "logs": logs, "options": options}
     return [sys.executable, "-m", "benchmarks.child", json.dumps(job)]
 
 

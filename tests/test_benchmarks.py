@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
 import re
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from ondevice_wheel import WHEEL
 from torch.utils.data import DataLoader
 
@@ -27,6 +30,7 @@ from benchmarks.parts import STEPS, columns_of, rows_of, run_part
 from benchmarks.project import run
 from benchmarks.projects import of_a_minute
 from benchmarks.training_session import main as training_session
+from lightning_ort.bench.child import Turns
 from lightning_ort.bench.measure import Settings
 
 pytestmark = pytest.mark.stock_only
@@ -77,6 +81,26 @@ def test_what_is_saved_is_a_whole_part(capsys):
     with pytest.raises(SystemExit):
         main(["--only", "models", "--models", "rl", "--save"])
     assert "--save keeps whole parts" in capsys.readouterr().err
+
+
+def test_a_gpu_is_for_steps_and_waited_for(monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        main(["--only", "models", "--accelerator", "cuda", "--save"])
+    with pytest.raises(SystemExit):
+        main(["--accelerator", "cuda"])
+    assert capsys.readouterr().err.count("--accelerator is for --only models logged growth") == 2
+
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    replies = io.StringIO()
+    turns = Turns(io.StringIO('{"seconds": 0, "steps": 2}\n'), replies)
+    device = torch.device("cuda", 0)
+    trainer = types.SimpleNamespace(strategy=types.SimpleNamespace(root_device=device))
+    turns._wait(trainer)
+    for number in range(3):
+        turns.on_train_batch_start(trainer, None, None, number)
+    assert waited == [device] * 4
+    assert len(json.loads(replies.getvalue())["times"]) == 2
 
 
 def test_page_and_pictures_show_the_saved_results():

@@ -28,8 +28,8 @@ JOB = "LIGHTNING_ORT_BENCH_JOB"
 class Turns(Callback):
     """Holds the fit until a command arrives, and times the steps of each turn; nothing else ends the fit.
 
-    A step lasts from one ``on_train_batch_start`` to the next. Learning rates stay as they are: a schedule may have an
-    end, or wait for a validation.
+    A step lasts from one ``on_train_batch_start`` to the next, on a GPU until that has done its work. Learning rates
+    stay as they are: a schedule may have an end, or wait for a validation.
 
     Attributes:
         started_bytes: resident memory when the fit began, imports, weights and data included.
@@ -51,7 +51,7 @@ class Turns(Callback):
         self._wait(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        now = time.perf_counter()
+        now = _now(trainer)
         starts = self._starts
         starts.append(now)
         command = self._command
@@ -59,7 +59,7 @@ class Turns(Callback):
             self.answer({"times": [end - start for start, end in itertools.pairwise(starts)]})
             self._wait(trainer)
             # the time of waiting belongs to no step
-            self._starts = [time.perf_counter()]
+            self._starts = [_now(trainer)]
 
     def _wait(self, trainer: Trainer) -> None:
         line = self._commands.readline()
@@ -70,6 +70,12 @@ class Turns(Callback):
     def answer(self, reply: dict[str, Any]) -> None:
         """Send one line."""
         print(json.dumps(reply), file=self._replies, flush=True)
+
+
+def _now(trainer: Trainer) -> float:
+    if trainer.strategy.root_device.type == "cuda":
+        torch.cuda.synchronize(trainer.strategy.root_device)
+    return time.perf_counter()
 
 
 class Child:

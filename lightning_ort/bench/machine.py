@@ -24,12 +24,15 @@ def described(**settings: Any) -> dict[str, Any]:
 
 
 def _describe_machine() -> dict[str, Any]:
-    """Processor, cores, memory, load and whatever is set that steers thread pools."""
+    """Processor, cores, memory, GPU, load and whatever is set that steers thread pools."""
+    import torch
+
     memory = Path("/proc/meminfo")
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gb": round(int(memory.read_text().split()[1]) / 1024**2, 1) if memory.exists() else None,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "system": platform.platform(),
         "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "environment": {

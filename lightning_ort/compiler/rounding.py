@@ -232,7 +232,7 @@ _MULTIPLYING: Mapping[str, Callable[[], Any]] = {
     **dict.fromkeys(
         ["mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot"], lambda: torch.backends.cuda.matmul
     ),
-    **dict.fromkeys(["convolution", "convolution_backward"], lambda: torch.backends.cudnn.conv),
+    **dict.fromkeys(["convolution", "convolution_backward"], lambda: torch.backends.cudnn.conv),  # type: ignore[attr-defined]
     **dict.fromkeys(["_cudnn_rnn", "_cudnn_rnn_backward"], lambda: torch.backends.cudnn.rnn),
 }
 """Operators that multiply, and what says in which precision they do so on a GPU."""
