@@ -327,7 +327,7 @@ class ORTStrategy(EngineOptions, OnDevices):
 
     # Inside of a step Dynamo would take the update into the graph, where it comes out differently in the last digits;
     # what the closure computes belongs into a graph all the same.
-    @torch.compiler.disable
+    @torch.compiler.disable(reason="updates are no part of a graph")
     def _optimizer_step_by_hand(
         self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
