@@ -183,7 +183,13 @@ class SessionFactory:
             )
         on_cpu = self._native.on_cpu(inner)
         session = OrtSession(
-            inner, self.device, queue=self._queue, on_cpu=on_cpu, same_shapes=same_shapes, places=places
+            inner,
+            self.device,
+            queue=self._queue,
+            on_cpu=on_cpu,
+            in_place=all(provider.reads_in_place for provider in self._chosen),
+            same_shapes=same_shapes,
+            places=places,
         )
         if self.config.on_session is not None:
             self.config.on_session(session, model)

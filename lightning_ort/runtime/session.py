@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import weakref
@@ -30,15 +31,15 @@ class _Binding:
     """One IOBinding and the addresses it holds.
 
     Attributes:
-        hosted: inputs in memory of the CPU for a session on a GPU: ONNX Runtime copies them when they are bound, and
+        copied: inputs in memory of the CPU that are read elsewhere: ONNX Runtime copies them when they are bound, and
             not when it runs.
     """
 
-    __slots__ = ("hosted", "inputs", "io", "outputs")
+    __slots__ = ("copied", "inputs", "io", "outputs")
 
     def __init__(self, io: onnxruntime.IOBinding, n_inputs: int, n_outputs: int) -> None:
         self.io = io
-        self.hosted: dict[str, torch.Tensor] = {}
+        self.copied: dict[str, torch.Tensor] = {}
         self.inputs: list[Any] = [None] * n_inputs
         self.outputs: list[Any] = [None] * n_outputs
 
@@ -55,6 +56,7 @@ class OrtSession:
         device: what computes; inputs and outputs live there or on the CPU.
         queue: puts runs in order with torch's work on the device; ``None`` on the CPU.
         on_cpu: see below.
+        in_place: whether all of its operators read memory of the CPU where it is.
         same_shapes: the caller passes tensors of the same shapes at each run.
         places: descriptions of nodes for errors about values, see :func:`~lightning_ort.runtime.value_errors.refusal`.
 
@@ -74,10 +76,11 @@ class OrtSession:
         *,
         queue: Queue | None = None,
         on_cpu: tuple[str, ...] | None = (),
+        in_place: bool = True,
         same_shapes: bool = False,
         places: Mapping[str, str] | None = None,
     ) -> None:
-        self.inner, self.on_cpu, self._queue = inner, on_cpu, queue
+        self.inner, self.on_cpu, self._queue, self._in_place = inner, on_cpu, queue, in_place
         self._run_options = _run_options(inner)
         self._device = (device.type, device.index or 0)
         self._inputs = self.input_names = [i.name for i in self.inner.get_inputs()]
@@ -115,10 +118,10 @@ class OrtSession:
             if places != bound:
                 for i, place in enumerate(places):
                     if place != bound[i]:
-                        if self._queue is None:
+                        if self._in_place:
                             self._bind(bind, names[i], tensors[i])
                         else:
-                            self._bind_for_gpu(binding, bind, names[i], tensors[i])
+                            self._bind_elsewhere(binding, bind, names[i], tensors[i])
                         bound[i] = place
         self._latest = binding
         self._execute(binding)
@@ -146,11 +149,11 @@ class OrtSession:
         waited for; if there is any when the session ends, so does the process.
         """
         try:
-            if self._queue is None:
+            if self._in_place:
                 self.inner.run_with_iobinding(binding.io, self._run_options)
                 return
-            with self._queue.in_order():
-                for name, tensor in binding.hosted.items():
+            with contextlib.nullcontext() if self._queue is None else self._queue.in_order():
+                for name, tensor in binding.copied.items():
                     self._bind(binding.io.bind_input, name, tensor)
                 self.inner.run_with_iobinding(binding.io, self._run_options)
         except Exception as error:
@@ -162,7 +165,7 @@ class OrtSession:
         What it raises is for :meth:`explain`.
         """
         assert self._latest is not None
-        if self._queue is None:
+        if self._in_place:
             return functools.partial(self.inner.run_with_iobinding, self._latest.io, self._run_options)
         return self.run_again
 
@@ -192,11 +195,11 @@ class OrtSession:
             for name, place in zip(names, places, strict=True)
         }
 
-    def _bind_for_gpu(self, binding: _Binding, bind: Any, name: str, tensor: torch.Tensor) -> None:
+    def _bind_elsewhere(self, binding: _Binding, bind: Any, name: str, tensor: torch.Tensor) -> None:
         """Bind, or note an input that is to be bound before each run."""
-        binding.hosted.pop(name, None)
+        binding.copied.pop(name, None)
         if tensor.device.type == "cpu" and bind == binding.io.bind_input:
-            binding.hosted[name] = tensor
+            binding.copied[name] = tensor
         else:
             self._bind(bind, name, tensor)
 

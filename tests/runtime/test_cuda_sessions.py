@@ -229,8 +229,9 @@ def test_memory_of_the_cpu_is_bound_as_such(machine):
     assert [entry[:3] for entry in machine.bound] == [("x", "cuda", 0), ("y", "cuda", 0), ("z", "cpu", 0)]
 
 
-def test_memory_of_the_cpu_is_read_anew_at_each_run(machine, monkeypatch):
-    """ONNX Runtime copies it to the GPU when it is bound, and not when a session runs."""
+@pytest.fixture
+def copying(monkeypatch):
+    """What is on the CPU is copied when it is bound, as ONNX Runtime does for a GPU."""
     plain = Binding.bind_input
 
     def bind_input(self, name, device, *args):
@@ -243,6 +244,10 @@ def test_memory_of_the_cpu_is_read_anew_at_each_run(machine, monkeypatch):
         plain(self, name, device, *args)
 
     monkeypatch.setattr(Binding, "bind_input", bind_input)
+
+
+@pytest.mark.usefixtures("copying")
+def test_memory_of_the_cpu_is_read_anew_at_each_run(machine):
     y = torch.tensor([3.0, 2.0, 2.0])
     session, _ = machine.run(y=y)
     x, _, z = machine.tensors
@@ -257,6 +262,23 @@ def test_memory_of_the_cpu_is_read_anew_at_each_run(machine, monkeypatch):
     y.fill_(7.0)
     session.run_again()
     assert z.tolist() == [0.0, 1.0, 1.0]
+
+
+@pytest.mark.usefixtures("copying", "machine")
+def test_a_provider_of_a_gpu_for_tensors_of_the_cpu_reads_them_anew():
+    """Weights that are updated in place are where they were."""
+    session = SessionFactory(RuntimeConfig([CUDA]), torch.device("cpu")).session(MODEL, same_shapes=True)
+    x, y, z = torch.ones(3), torch.zeros(3), torch.zeros(3)
+    for step in range(3):
+        session.run([x, y], [z])
+        assert z.tolist() == [1.0 - step] * 3
+        y += 1
+    again = session.repeat()
+    again()
+    assert z.tolist() == [-2.0] * 3
+    y += 1
+    again()
+    assert z.tolist() == [-3.0] * 3
 
 
 @pytest.mark.parametrize("assigned", [{CUDA: ["Sub"], CPU: ["Shape", "Gather"]}, None])

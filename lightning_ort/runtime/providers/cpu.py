@@ -25,6 +25,8 @@ it was 1.1 to 2 times as fast there, 2.5 to 3.5 times with groups (stacks of fou
 
 
 class _CPU(Provider):
+    reads_in_place = True
+
     @property
     def large_convolution(self) -> float:
         onednn = torch.backends.mkldnn

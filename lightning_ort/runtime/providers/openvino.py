@@ -15,6 +15,8 @@ _HINT = "INFERENCE_PRECISION_HINT"
 
 
 class _OpenVINO(Provider):
+    reads_in_place = True
+
     def options_in_bfloat16(self, given: Mapping[str, str]) -> dict[str, str] | None:
         """What the user wrote into ``load_config`` stays."""
         if not given.get("device_type", "CPU").startswith("CPU") or not _cpu_has_bfloat16():

@@ -24,6 +24,8 @@ class Provider:
 
     Attributes:
         device_type: type of the torch devices whose memory its kernels read and write.
+        reads_in_place: whether its kernels read memory of the CPU where it is. Of others, ONNX Runtime copies inputs
+            when they are bound. ``False`` of providers that nothing is known of.
         memory_limit_option: its option that limits the memory it takes, in bytes; empty if there is none.
         frugal_options: its options by which memory is not taken ahead of need.
         in_16_bits: whether products and convolutions of 16-bit numbers are computed as such, and not in float32.
@@ -31,6 +33,7 @@ class Provider:
     """
 
     device_type: ClassVar[str] = "cpu"
+    reads_in_place: ClassVar[bool] = False
     memory_limit_option: ClassVar[str] = ""
     frugal_options: ClassVar[Mapping[str, str]] = {}
     in_16_bits: ClassVar[bool] = False
