@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 
@@ -349,3 +350,29 @@ def test_one_number_beside_both_types():
     wanted = step(x.half(), x.bfloat16(), t)
     for got, expected in zip(other(x.half(), x.bfloat16(), t), wanted, strict=True):
         assert torch.equal(got, expected)
+
+
+@torch.library.custom_op("tests_of_mixed_precision::product", mutates_args=())
+def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """A product, which autocast makes one of 16 bits."""
+    return torch.mm(x, y)
+
+
+@product.register_fake
+def _(x, y):
+    return x.new_empty(x.shape[0], y.shape[1])
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_operators_of_users_under_autocast(dtype):
+    """They compute as in eager where autocast is around the step, as a Trainer has it; else no less exactly."""
+    x, y = torch.randn(16, 32), torch.randn(32, 8)
+    other, fallbacks = compiled(lambda x, y: product(x, y) * 2 + x.sum(), verify=False)
+    assert_close(other(x, y), product(x, y) * 2 + x.sum(), 1e-6)
+    with torch.autocast("cpu", dtype=dtype):
+        wanted = product(x, y).float() * 2 + x.sum()
+        assert_close(other(x, y), wanted, 1e-6)
+
+    inside, _ = compiled(lambda x, y: _under(dtype, product, x, y) * 2 + x.sum(), verify=False)
+    assert_close(inside(x, y), wanted, 4 * EPS[dtype])
+    assert {f.operator for f in fallbacks} == {"tests_of_mixed_precision.product.default"}
