@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from typing_extensions import override
 
 from lightning_ort.checkpoints import ORTCheckpointIO
@@ -386,4 +387,8 @@ class OnDevices(Devices):
         hook = self._ddp_comm_hook
         if hook is not None and self._ddp_comm_wrapper is not None:
             hook = self._ddp_comm_wrapper(hook)
-        register(self.model, self._ddp_comm_state, on_any_device(hook) if self.root_device.type == "cpu" else hook)
+        state = self._ddp_comm_state
+        if isinstance(state, PostLocalSGDState) and state.subgroup is None and self.root_device.type == "cpu":
+            # those of one machine, as torch takes them where it counts GPUs
+            state.subgroup, _ = dist.new_subgroups(group_size=self.num_processes)
+        register(self.model, state, on_any_device(hook) if self.root_device.type == "cpu" else hook)

@@ -99,7 +99,7 @@ def test_adasum_of_four(of_four):
 
 @pytest.mark.stock_only
 @pytest.mark.parametrize(
-    ("hook", "near"), [("float16", 2e-3), ("bfloat16", 2e-2), ("powersgd", None), ("adasum", None)]
+    ("hook", "near"), [("float16", 2e-3), ("bfloat16", 2e-2), ("powersgd", None), ("adasum", None), ("local", None)]
 )
 def test_communication_hooks(of_two, hook, near):
     """They take effect, and leave all ranks with the same weights."""
@@ -112,6 +112,13 @@ def test_communication_hooks(of_two, hook, near):
             {k: v.double() for k, v in weights(plain).items()},
             near,
         )
+
+
+@pytest.mark.stock_only
+def test_local_sgd_takes_the_processes_of_a_machine_for_a_group(of_two):
+    """As torch does with GPUs. On one machine nothing is left to be averaged."""
+    found = of_two[0]["hooks"]
+    assert_close(weights(found["local, by machine"]), weights(found["plain"]), 1e-5)
 
 
 @pytest.mark.stock_only

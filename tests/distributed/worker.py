@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_ort import ORTPrecision, ORTStrategy
@@ -205,6 +205,13 @@ def synced(**flags: Any) -> dict[str, Any]:
     return {"ort": outcome(fit(Images, ours(), sync_batchnorm=True, **flags))}
 
 
+class Alone(Recurrent):
+    """Each process is a group of its own, of which the weights are averaged."""
+
+    def setup(self, stage):
+        self.trainer.strategy._ddp_comm_state.subgroup, _ = dist.new_subgroups(group_size=1)
+
+
 def hooks() -> dict[str, Any]:
     found = {"plain": outcome(fit(Recurrent, ours()))}
     for name, options in {
@@ -217,6 +224,13 @@ def hooks() -> dict[str, Any]:
         "adasum": {"ddp_comm_hook": adasum_hook},
     }.items():
         found[name] = outcome(fit(Recurrent, ours(**options), precision="32-true"))
+    for name, kind in {"local": Alone, "local, by machine": Recurrent}.items():
+        options = {
+            "ddp_comm_state": post_localSGD_hook.PostLocalSGDState(None, None, start_localSGD_iter=2),
+            "ddp_comm_hook": post_localSGD_hook.post_localSGD_hook,
+            "model_averaging_period": 1,
+        }
+        found[name] = outcome(fit(kind, ours(**options), precision="32-true"))
     return found
 
 
