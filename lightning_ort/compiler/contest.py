@@ -279,7 +279,7 @@ class Key:
         sizes = [[hint(size) for size in x.shape] for x in tensors]
         elements = sum(math.prod(row) for x, row in zip(tensors, sizes, strict=True) if not x.requires_grad)
         whole = [common, graph.code, sizes, is_open]
-        means = [_means(config), *(_gpu(x.device) for x in tensors if x.device.type == "cuda")]
+        means = [_means(config), *map(_gpu, {x.device for x in tensors if x.device.type == "cuda"})]
         return cls(_hashed([common, means]), _hashed([whole, means]), elements, _hashed(whole))
 
     @classmethod

@@ -221,9 +221,10 @@ def _growth(func: Any, args: tuple[Any, ...], given: Iterable[torch.Tensor]) -> 
 def _of_tf32(name: str, given: Sequence[torch.Tensor]) -> float:
     """How much more than float32 an operator rounds what it multiplies, where a GPU takes factors of 10 bits."""
     settings = _MULTIPLYING.get(name)
+    if settings is None:
+        return 1.0
     first, *_ = given
-    on_gpu = first.device.type == "cuda" and first.dtype == torch.float32
-    if settings is None or not on_gpu or settings().fp32_precision != "tf32":
+    if first.device.type != "cuda" or first.dtype != torch.float32 or settings().fp32_precision != "tf32":
         return 1.0
     return 2.0**-10 / torch.finfo(torch.float32).eps
 
