@@ -29,13 +29,15 @@ from parity import (
     step_report,
     step_tensors,
 )
+from seeded_networks import Problem
 from test_coverage_layers import BATCH, LAYERS, scalar
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_ort import ORTStrategy
 from lightning_ort.cli import doctor
-from lightning_ort.compiler import ORTBackend
+from lightning_ort.compiler import ORTBackend, first_run
+from lightning_ort.runtime.config import RuntimeConfig
 
 there = torch.cuda.is_available() and "CUDAExecutionProvider" in onnxruntime.get_available_providers()
 if os.environ.get("LIGHTNING_ORT_TEST_GPU") and not there:
@@ -212,6 +214,28 @@ def test_the_fastest_trains_as_well(network, precision):
     assert losses[1] == pytest.approx(losses[0], abs=ALLOWED.get(precision, 1e-3))
     report = step_report(run.trainer, "training_step")
     assert all({"onnxruntime"} <= set(g.measured) for g in report.each_graph)
+
+
+@pytest.mark.usefixtures("measuring")
+@pytest.mark.parametrize("measure", [False, True])
+@pytest.mark.parametrize("seed", range(1000, 1020))
+def test_no_false_alarm(monkeypatch, seed, measure):
+    """Random networks, with other weights and batches at each step, are as in eager, and not left to torch."""
+    found, fallbacks = [], []
+    right = first_run.find_mismatch
+    monkeypatch.setattr(first_run, "find_mismatch", lambda *args: found.append(right(*args)) or found[-1])
+    monkeypatch.setattr(first_run.FirstRun, "is_due", lambda self, executable: True)
+    torch._dynamo.reset()
+    problem = Problem(seed, "cuda")
+    backend = ORTBackend(RuntimeConfig(measure=measure), on_fallback=fallbacks.extend)
+    step = torch.compile(problem.step, backend=backend)
+    for number in range(3):
+        if number:
+            problem.draw_again(number)
+        step(*problem.batch).backward()
+    # nothing is compared where eager is the fastest
+    assert (found or measure) and set(found) <= {None}, problem.description
+    assert not fallbacks, problem.description
 
 
 def test_sessions_end():

@@ -21,7 +21,7 @@ _SCORES = 5
 
 
 class Problem:
-    """A network, a batch and a loss.
+    """A network, a batch and a loss, on ``device``.
 
     Attributes:
         module: the network.
@@ -30,7 +30,7 @@ class Problem:
         description: of the network, in words.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, device: str = "cpu") -> None:
         torch.manual_seed(seed)
         self._draw = random.Random(seed)
         family = self._draw.choice([_images, _images, _unet, _signals, _rows, _attention, _recurrent])
@@ -39,14 +39,15 @@ class Problem:
             scores = self.module(x)
         self.module.zero_grad()
         self._loss, target = self._draw.choice(_LOSSES)(self._draw, scores)
-        self.batch = (x, target)
+        self.module.to(device)
+        self.batch = (x.to(device), target.to(device))
         self.half = self._draw.random() < 0.15
         self._seed = seed
         self.description = f"seed {seed}{' (bfloat16)' if self.half else ''}: {self._loss.__name__} of {self.module}"
 
     def step(self, x: Tensor, target: Any) -> Tensor:
         """The loss of a batch."""
-        context = torch.autocast("cpu", dtype=torch.bfloat16) if self.half else contextlib.nullcontext()
+        context = torch.autocast(x.device.type, dtype=torch.bfloat16) if self.half else contextlib.nullcontext()
         with context:
             scores = self.module(x)
         return self._loss(scores.float(), target)
@@ -258,7 +259,7 @@ def _cosine(draw: random.Random, scores: Tensor) -> tuple[Any, Any]:
     signs = torch.randint(2, scores.shape[:1]) * 2 - 1
 
     def cosine(scores: Tensor, target: Tensor) -> Tensor:
-        return F.cosine_embedding_loss(scores, target, signs, margin=0.1)
+        return F.cosine_embedding_loss(scores, target, signs.to(scores.device), margin=0.1)
 
     return cosine, torch.randn_like(scores)
 
