@@ -233,6 +233,8 @@ class Region:
         else:
             self._choose(chosen, choice, seconds)
         release_free_memory()  # that of the others
+        if self.device.type == "cuda":  # ONNX Runtime does not take it from torch
+            torch.cuda.empty_cache()
 
     def _settled(self, contest: Contest, args: Sequence[Any]) -> tuple[Executable | Pair | None, Choice] | None:
         unit = self._loss or self._pair or self._plain

@@ -81,6 +81,8 @@ class TraceKey:
             gradients and torch.is_inference_mode_enabled(),
             torch.are_deterministic_algorithms_enabled(),
             torch.backends.mkldnn.enabled,
+            torch.backends.cudnn.enabled,
+            _capabilities(fakes),
             torch.backends.cuda.flash_sdp_enabled(),
             torch.backends.cuda.mem_efficient_sdp_enabled(),
             torch.backends.cuda.math_sdp_enabled(),
@@ -95,6 +97,12 @@ class TraceKey:
             str(torch.get_default_device()),
         )
         return cls((code, inputs, settings, repr(request)), tuple(targets))
+
+
+def _capabilities(fakes: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+    """Of the GPUs that ``fakes`` are on: torch chooses kernels by them."""
+    gpus = {x.device for x in fakes if isinstance(x, torch.Tensor) and x.device.type == "cuda"}
+    return tuple(torch.cuda.get_device_capability(gpu) for gpu in sorted(gpus, key=str))
 
 
 class _UnknownError(Exception):

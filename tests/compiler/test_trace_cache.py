@@ -76,6 +76,16 @@ def test_the_same_again(traces, function, placement):
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
+def test_under_other_settings_of_a_gpu(traces):
+    """Which kernels a trace for one has depends on whether cuDNN is switched on, and on what the GPU is."""
+    x = X.clone().requires_grad_()
+    call(layers, x, placement="torch")
+    (*before,) = traces
+    with torch.backends.cudnn.flags(enabled=False):
+        call(layers, x, placement="torch")
+    assert len(traces) > len(before)
+
+
 FACTOR = 1.0
 
 
