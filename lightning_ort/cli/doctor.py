@@ -124,6 +124,8 @@ def _starts(provider: str) -> str | None:
     """Why a session with ``provider`` cannot compute 1 + 1; ``None`` if it can."""
     import onnxruntime
 
+    # a provider without its libraries writes there what its exception says as well
+    onnxruntime.set_default_logger_severity(4)
     try:
         import numpy as np
         from onnx import TensorProto, helper
@@ -143,6 +145,8 @@ def _starts(provider: str) -> str | None:
         return None if got.tolist() == [2.0] else f"1 + 1 is {got.tolist()}"
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    finally:
+        onnxruntime.set_default_logger_severity(2)  # its default; nothing tells what it was
 
 
 def _processes() -> Iterator[Finding]:
