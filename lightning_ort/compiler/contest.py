@@ -50,8 +50,6 @@ _VERY_LONG = 2.0
 _PROMISING = 2.0
 """how often as long as ONNX Runtime eager may take for a graph in torch to be tried: one that eager's kernels run
 without autograd saves a part of that, and compiling it takes time"""
-_PROMISING_IF_LONG = 1.25
-"""the same for long runs in the usual layout, of which autograd is a small part"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,8 +203,6 @@ class Contest(Generic[Unit]):
         hopeless = {"torch", CHANNELS_LAST} if seconds["eager"] > _PROMISING * seconds["onnxruntime"] else set()
         if is_long:  # a second thread is waited for in vain only where there is little for it to do
             hopeless.add(ONE_THREAD)
-            if seconds["eager"] > _PROMISING_IF_LONG * seconds["onnxruntime"]:
-                hopeless.add("torch")
         for name, make in self._rivals.items():
             if name == "torch" and is_long and seconds.get(CHANNELS_LAST, math.inf) < seconds["eager"]:
                 hopeless.add(name)  # long runs in the usual layout take what eager takes, but for a few percent

@@ -595,32 +595,14 @@ def test_a_machine_that_was_busy_for_a_while(monkeypatch):
 
     def run(unit):
         busy = now[0] < 0.9
-        now[0] += {"ort": 0.12, "native": 0.18, "eager": 0.2}[unit] * (1.5 + busy)
+        now[0] += {"ort": 0.12, "native": 0.18, "eager": 0.3}[unit] * (1.5 + busy)
         order.append(unit)
 
     key = contest.Key("graph", "sizes", 1, "program")
     race = contest.Contest(key, {"torch": lambda: "native"}, torch.device("cpu"))
     found = race.settle("ort", run, partial(run, "eager"))
-    assert found == ("ort", Choice("onnxruntime", {"onnxruntime": 180.0, "eager": 300.0, "torch": 270.0}))
+    assert found == ("ort", Choice("onnxruntime", {"onnxruntime": 180.0, "eager": 450.0, "torch": 270.0}))
     assert order == ["ort", "ort", "eager", "eager", "native", "native", "ort", "eager", "native"]
-
-
-def test_a_long_run_in_torch_is_not_tried_where_eager_is_behind(monkeypatch):
-    """The graph would save autograd's part, which is small there; compiling it takes seconds."""
-    now, order = [0.0], []
-    monkeypatch.setattr(contest.time, "perf_counter", lambda: now[0])
-
-    def run(unit):
-        now[0] += {"ort": 0.1, "native": 0.09, "eager": 0.13}[unit]
-        order.append(unit)
-
-    key = contest.Key("graph", "sizes", 1, "program")
-    race = contest.Contest(key, {"torch": lambda: "native"}, torch.device("cpu"))
-    assert race.settle("ort", run, partial(run, "eager")) == (
-        "ort",
-        Choice("onnxruntime", {"onnxruntime": 100.0, "eager": 130.0}),
-    )
-    assert "native" not in order
 
 
 def test_released_memory():
