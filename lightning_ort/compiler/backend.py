@@ -120,9 +120,9 @@ class ORTBackend:
         """
         return self.config if self.on_unsupported == "torch" else dataclasses.replace(self.config, measure=False)
 
-    def measures(self, device: torch.device) -> bool:
-        """Whether who runs what on ``device`` is found out by measuring."""
-        return self.scaling is None and measures(self._config(), device)
+    def measures(self) -> bool:
+        """Whether who runs what is found out by measuring."""
+        return self.scaling is None and measures(self._config())
 
     def _report(self, executable: Account) -> None:
         if executable.fallbacks:

@@ -75,8 +75,8 @@ class Choice:
         return cls(fastest, {name: round(1e3 * t, 4) for name, t in seconds.items()})
 
 
-def measures(config: RuntimeConfig, device: torch.device) -> bool:
-    """Whether executors are to be compared by running them, for graphs on ``device``.
+def measures(config: RuntimeConfig) -> bool:
+    """Whether executors are to be compared by running them.
 
     The same run gives the same bits only if nothing is: see ``torch.use_deterministic_algorithms``.
     """
@@ -84,7 +84,6 @@ def measures(config: RuntimeConfig, device: torch.device) -> bool:
         config.by_speed
         and config.measure
         and config.on_session is None  # who looks at sessions wants them
-        and device.type in ("cpu", "cuda")
         and learns()
     )
 

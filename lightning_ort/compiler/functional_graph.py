@@ -24,13 +24,13 @@ from torch.fx.experimental.proxy_tensor import make_fx, maybe_enable_thunkify
 from lightning_ort.compiler import decompositions
 from lightning_ort.compiler.decompositions.registry import composites
 
-__all__ = ["DONE", "Untraceable", "functional_graph", "is_named_in_place", "plain_kernels", "stands_for_float"]
+__all__ = ["TRACED_KEYS", "Untraceable", "functional_graph", "is_named_in_place", "plain_kernels", "stands_for_float"]
 
 aten = torch.ops.aten
 
-DONE = DispatchKeySet(DispatchKey.AutocastCPU)
-"""What torch is not to do once more when it runs operators of a graph: casts and gradients are in it already. Without
-the last key views are like other tensors, as results must be."""
+TRACED_KEYS = DispatchKeySet(DispatchKey.AutocastCPU)
+"""Dispatch keys of what torch is not to do once more when it runs operators of a graph: casts and gradients are in it
+already. Without the last one views are like other tensors, as results must be."""
 for _key in (
     DispatchKey.AutocastCUDA,
     DispatchKey.AutogradCPU,
@@ -38,7 +38,7 @@ for _key in (
     DispatchKey.AutogradOther,
     DispatchKey.ADInplaceOrView,
 ):
-    DONE = DONE.add(_key)
+    TRACED_KEYS = TRACED_KEYS.add(_key)
 
 
 class Untraceable(Exception):

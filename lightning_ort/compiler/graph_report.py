@@ -47,7 +47,7 @@ def report_of(
     weights = [x for x in tensors.values() if isinstance(x, torch.nn.Parameter)]
     return GraphReport(
         executor=account.executor,
-        why=_why(account, choice, config, fakes),
+        why=_why(account, choice, config),
         part=part,
         gradients=part == "backward" or bool(isinstance(account, Executable) and account.gradients),
         calls=sum(n.op.startswith("call") for n in graph.graph.nodes),
@@ -77,7 +77,7 @@ def _against_eager(executor: str, part: str, choice: Choice | None) -> dict[str,
     return {"speed": eager / own, "gain": 0.0 if part == "backward" else (eager - own) / 1e3}
 
 
-def _why(account: Account, choice: Choice | None, config: RuntimeConfig, fakes: Sequence[Any]) -> str:
+def _why(account: Account, choice: Choice | None, config: RuntimeConfig) -> str:
     if choice is None and account.fallbacks and not account.in_onnxruntime:
         return account.fallbacks[0].reason
     if choice is not None:

@@ -18,7 +18,7 @@ from torch import fx
 
 from lightning_ort.compiler.allocation import allocator
 from lightning_ort.compiler.dynamo_words import source_line
-from lightning_ort.compiler.functional_graph import DONE, Untraceable
+from lightning_ort.compiler.functional_graph import TRACED_KEYS, Untraceable
 from lightning_ort.compiler.lowering import GraphBuilder, NotLowered
 from lightning_ort.compiler.lowering.builder import dtype_of
 from lightning_ort.compiler.passes import has_extreme_factor, optimize, save_memory
@@ -229,7 +229,7 @@ class _Planner:
         types = [] if own else [n.meta["val"].dtype for n in segment.outputs]
 
         def step(values: list[Any]) -> None:
-            with torch._C._ExcludeDispatchKeyGuard(DONE) if own else contextlib.nullcontext(), torch.no_grad():
+            with torch._C._ExcludeDispatchKeyGuard(TRACED_KEYS) if own else contextlib.nullcontext(), torch.no_grad():
                 results = compute(*[values[i] for i in reads])
             if not own:
                 results = [result.to(dtype) for result, dtype in zip(results, types, strict=True)]

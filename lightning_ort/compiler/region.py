@@ -139,7 +139,7 @@ class Region:
         """Compile for the one executor there is or the one known to be the fastest, or begin to compare."""
         make = functools.partial(self._compilation.make, derivative=derivative, differentiated=differentiated)
         self._contest = None
-        if not measures(self._sessions.config, self.device):
+        if not measures(self._sessions.config):
             placement = self._sessions.placement
             self._choose(make("onnxruntime" if self._sessions.config.by_speed else placement))
             return

@@ -115,7 +115,7 @@ class CompiledSteps(CompiledMethods):
         together = trainer.world_size == 1 or (name == "training_step" and strategy.waits_each_step)
         # a GPU computes while Python goes on: what a call takes does not tell
         timed = strategy.root_device.type == "cpu"
-        if together and timed and not self._uncompiled and self._backend.measures(strategy.root_device):
+        if together and timed and not self._uncompiled and self._backend.measures():
 
             def parts() -> list[Any]:
                 shapes = [(tuple(p.shape), p.dtype, p.requires_grad) for p in module.parameters()]

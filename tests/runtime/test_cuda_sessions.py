@@ -223,9 +223,14 @@ def test_torch_waits_also_after_an_error(machine):
 
 
 def test_memory_of_the_cpu_is_bound_as_such(machine):
-    machine.run(y=torch.tensor([3.0, 2.0, 2.0]))
+    session, events = machine.run(y=torch.tensor([3.0, 2.0, 2.0]))
     assert sorted(entry[:3] for entry in machine.bound) == [("x", "cuda", 0), ("y", "cpu", 0), ("z", "cuda", 0)]
-    machine.run(z=torch.zeros(3))
+    assert "run and wait" in events
+    machine.events.clear()
+    session.run_again()
+    assert "run and wait" in machine.events
+    _, events = machine.run(z=torch.zeros(3))
+    assert "run and wait" in events
     assert [entry[:3] for entry in machine.bound] == [("x", "cuda", 0), ("y", "cuda", 0), ("z", "cpu", 0)]
 
 
@@ -286,9 +291,10 @@ def test_what_the_cpu_has_or_may_have_a_part_in_is_told(machine, monkeypatch, as
     machine.assigned = assigned
     if assigned is None:
         monkeypatch.delattr(machine.Session, "get_provider_graph_assignment_info")
-    session, _ = machine.run()
+    session, events = machine.run()
 
     assert session.on_cpu == (None if assigned is None else ("Shape", "Gather"))
+    assert "run and wait" in events
 
 
 def test_with_session_options_of_the_user_it_is_not_told(machine, monkeypatch):
@@ -297,16 +303,19 @@ def test_with_session_options_of_the_user_it_is_not_told(machine, monkeypatch):
         "get_provider_graph_assignment_info",
         lambda self: self.real.get_provider_graph_assignment_info(),
     )
-    session, _ = machine.run(config=RuntimeConfig(session_options=onnxruntime.SessionOptions()))
+    session, events = machine.run(config=RuntimeConfig(session_options=onnxruntime.SessionOptions()))
 
     assert session.on_cpu is None
+    assert "run and wait" in events
 
 
 def test_results_of_unknown_shapes(machine):
     session, _ = machine.run()
+    machine.events.clear()
     (z,) = session.run_unbound([on_gpu([1.0, 2.0, 3.0]), on_gpu([3.0, 2.0, 2.0])])
 
     assert z.tolist() == [-2.0, 0.0, 1.0]
+    assert "run and wait" in machine.events
 
 
 @pytest.mark.parametrize("how", ["legacy", "general", "of products"])

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.executors.executable import Executable, Results
-from lightning_ort.compiler.functional_graph import DONE
+from lightning_ort.compiler.functional_graph import TRACED_KEYS
 from lightning_ort.compiler.mixed_precision import half_types
 from lightning_ort.compiler.random import drawer
 from lightning_ort.compiler.trace import Traced
@@ -68,7 +68,7 @@ class TorchExecutable(Executable):
         began = 0.0 if recording is None else perf_counter()
         values = [*inputs, *self._draw(inputs)] if self.has_draws else [*inputs]
         grad = torch.is_grad_enabled() or self._for_gradients
-        with torch._C._ExcludeDispatchKeyGuard(DONE), torch.set_grad_enabled(grad):
+        with torch._C._ExcludeDispatchKeyGuard(TRACED_KEYS), torch.set_grad_enabled(grad):
             results = self._compute(values)
             for i in self._copied:
                 results[i] = results[i].clone()

@@ -61,7 +61,7 @@ def choose(optimizer: Optimizer, config: RuntimeConfig) -> tuple[Choice, str | N
         return as_written, "it has no parameters that require a gradient"
     if type(optimizer) is not known_class(optimizer):
         return as_written, f"{type(optimizer).__name__} may do more than the class that it is made of"
-    if not measures(config, params[0].device):
+    if not measures(config):
         return as_written, "nothing is measured here"
     candidates = [AS_WRITTEN, FUSED if _has_fused_kernel(optimizer) else ONNXRUNTIME]
     shapes = [[(tuple(p.shape), p.dtype) for p in group["params"] if _is_trained(p)] for group in groups]
