@@ -14,6 +14,9 @@ from lightning_ort.compiler.decompositions.registry import composes
 
 aten = torch.ops.aten
 
+_FUSED = {4} if torch.__version__ < (2, 14) else {3, 4}
+"""Dimensions of queries for which torch's CPU kernel does not write attention out."""
+
 
 @composes(aten.scaled_dot_product_attention.default)
 def scaled_dot_product_attention(
@@ -44,7 +47,7 @@ def scaled_dot_product_attention(
     if is_causal:
         rows, columns = query.shape[-2], key.shape[-2]
         hidden = torch.ones(rows, columns, dtype=torch.bool, device=query.device).triu(1)
-        if query.dim() != 4 or dropout_p > 0:
+        if query.dim() not in _FUSED or dropout_p > 0:
             # what torch writes out itself adds the mask: scores that are NaN or infinite make their row NaN
             scores = scores + torch.zeros_like(hidden, dtype=scores.dtype).masked_fill(hidden, -torch.inf)
         else:
