@@ -15,7 +15,7 @@ from lightning_ort.compiler.contest import measures
 from lightning_ort.compiler.dynamo_words import source_line
 from lightning_ort.compiler.executors.executable import Account, timed_in_torch
 from lightning_ort.compiler.functional_graph import Untraceable
-from lightning_ort.compiler.global_state import leaving_grad_mode
+from lightning_ort.compiler.global_state import forget_frames, leaving_grad_mode
 from lightning_ort.compiler.handlers import LeftToPython, handled_call
 from lightning_ort.compiler.kept import in_torch
 from lightning_ort.compiler.loss_scale import LossScaling
@@ -104,6 +104,7 @@ class ORTBackend:
         except (Untraceable, UnknownSize) as reason:
             lines = [source_line(n) for n in graph.graph.nodes if n.op == "call_function"]
             fallback = Fallback("the whole region", str(reason), lines[-1] if lines else "")
+            forget_frames(reason)
             try:
                 self._fallback([fallback])
             except UnsupportedError as error:

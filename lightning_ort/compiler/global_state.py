@@ -1,9 +1,13 @@
-"""The settings of torch that surround a region: autocast, the default element type, and whether gradients are on."""
+"""The settings of torch that surround a region: autocast, the default element type, whether gradients are on.
+
+And what an error in the middle of one leaves of them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +15,14 @@ import torch
 from torch import fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-__all__ = ["GlobalState", "drawing_as_traced", "leaving_grad_mode", "takes_gradients", "without_autocast"]
+__all__ = [
+    "GlobalState",
+    "drawing_as_traced",
+    "forget_frames",
+    "leaving_grad_mode",
+    "takes_gradients",
+    "without_autocast",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,3 +118,19 @@ def drawing_as_traced(region: fx.GraphModule, device: torch.device) -> Iterator[
 
 def _kinds() -> list[str]:
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Let go of the variables of all functions that ``error``, which is dealt with, and its causes came through.
+
+    Where it ended a transform of ``torch.func``, some of those set the dispatch keys of the thread when they go. That
+    would be at any garbage collection, and switch autograd off.
+    """
+    # Private: there is no public name for the dispatch keys.
+    keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    done: list[BaseException] = []
+    with torch._C._ForceDispatchKeyGuard(*keys):
+        while error is not None and error not in done:
+            traceback.clear_frames(error.__traceback__)
+            done.append(error)
+            error = error.__cause__ or error.__context__

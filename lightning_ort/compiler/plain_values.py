@@ -38,6 +38,7 @@ from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedTupleVariable
 
+from lightning_ort.compiler.dynamo_mends import MENDS
 from lightning_ort.compiler.dynamo_words import source_of
 
 __all__ = ["SETTINGS", "as_declared", "left_to_python"]
@@ -279,10 +280,11 @@ _FAITHLESS: list[tuple[type, str, Callable[..., str | None]]] = [
     (SideEffects, "store_attr", _class_changes),
 ]
 """Methods of Dynamo, and what says whether a call of one is to be a graph break, by the call's arguments."""
-_REPLACED: list[tuple[type, str, Callable[..., Callable[..., Any]]]] = [
+_REPLACED: list[tuple[Any, str, Callable[..., Callable[..., Any]]]] = [
     (NumpyVariable, "call_function", lambda original: _call_numpy),
     (BuiltinVariable, "call_function", _marking),
     (TorchInGraphFunctionVariable, "call_function", _making_tensors),
     (UserDefinedTupleVariable, "__init__", _begun),
+    *MENDS,
 ]
-"""Methods of Dynamo, and what makes the one that takes their place."""
+"""Functions of Dynamo by their owners, and what makes the one that takes their place."""

@@ -12,11 +12,15 @@ import io
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch._dynamo.comptime import ComptimeContext, comptime
+
+# Private: there is no public way to have a function followed, but not compiled by itself.
+from torch._dynamo.eval_frame import set_code_exec_strategy
+from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torchmetrics import Metric, MetricCollection
 
 from lightning_ort.compiler.user_errors import Frames, behind, frames_in
@@ -80,6 +84,18 @@ def _note_place_uncompiled() -> None:
         _RECORDERS[place.partition(" ")[0]].lines[place] = [(code.co_filename, user.f_lineno, code.co_name)]
 
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _never_compiled_alone(function: _Function) -> _Function:
+    """``function``, which Dynamo follows in what it compiles, and leaves alone where Python calls it.
+
+    It would compile it anew for each name that is logged.
+    """
+    set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+    return function
+
+
 class LogRecorder:
     """Collects what a step logs and what it gives to metrics, and does both in order when the step has ended.
 
@@ -130,6 +146,7 @@ class LogRecorder:
 
         return call
 
+    @_never_compiled_alone
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Collect."""
         if self._can_be_logged(name, value, kwargs) and self._are_right(args, kwargs):
@@ -139,6 +156,7 @@ class LogRecorder:
         else:
             self._log_now(name, value, *args, **kwargs)
 
+    @_never_compiled_alone
     def log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
         """Collect."""
         valid = (self.allowed and isinstance(dictionary, MetricCollection)) or (
@@ -177,6 +195,7 @@ class LogRecorder:
         method = self._updates[key] = metric.update
         now = torch.compiler.disable(self.after_what_came_before(method), reason="metrics are plain Python")
 
+        @_never_compiled_alone
         def update(*args: Any, **kwargs: Any) -> None:
             if self._collecting and _can_wait(args) and _can_wait(kwargs):
                 place = f"{self._token} update {key}"

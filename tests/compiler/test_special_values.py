@@ -88,7 +88,7 @@ FAMILIES: dict[str, Sequence[Case]] = {
             "log_softmax": lambda x: x.log_softmax(1),
             "layer_norm": lambda x: F.layer_norm(x, (5,)),
             "norms": lambda x: [x.norm(p, dim=1) for p in (1, 2, math.inf)],
-            "causal_attention": lambda x: F.scaled_dot_product_attention(*[x.reshape(2, 2, 1, 5, 5)] * 3, is_causal=True),
+            "causal_attention": lambda x: F.scaled_dot_product_attention(*3 * [x.view(2, 2, 1, 5, 5)], is_causal=True),
             "prod": lambda x: x.prod(1),
             "cummax": lambda x: list(x.cummax(1)),
             "mean": lambda x: list(torch.var_mean(x[:14], 1)),

@@ -14,9 +14,11 @@ import torch
 from parity import fit, step_report
 from torch import nn
 from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.variables import builder, builtin, object_protocol
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.functions import CollectiveFunctionRewriteVariable
+from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import DequeVariable
 from torch._dynamo.variables.misc import NumpyVariable, RandomVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -319,6 +321,8 @@ def test_dynamo_is_left_as_it_was():
     classes = (NumpyVariable, BuiltinVariable, TorchInGraphFunctionVariable, CollectiveFunctionRewriteVariable)
     places += [*((kind, "call_function") for kind in classes), (SideEffects, "store_attr")]
     places += [(VariableBuilder, "wrap_unspecialized_primitive"), (UserDefinedTupleVariable, "__init__")]
+    places += [(builder, "make_dupe_guard"), (LazyVariableTracker, "is_hashable_lazy")]
+    places += [(owner, "vt_identity_compare") for owner in (builtin, object_protocol)]
 
     def state():
         return [getattr(*place) for place in places], dict(VariableBuilder._type_dispatch_impl(False))

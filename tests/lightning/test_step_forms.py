@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from functools import partial
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
+from lightning.pytorch import Callback
 from modules import CLASSES, FEATURES, Classifier, Regressor, curve, table
 from parity import (
     STRATEGY,
@@ -23,6 +25,7 @@ from parity import (
     step_report,
 )
 from torch import nn
+from torch.func import hessian, vmap
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
 
 VALIDATION = partial(table, 40, seed=1)
@@ -213,21 +216,48 @@ class AskedInALoop(Classifier):
 
     def __init__(self) -> None:
         super().__init__()
-        self.means = nn.ModuleList(torchmetrics.MeanMetric() for _ in range(2))
+        self.means = nn.ModuleList(torchmetrics.MeanMetric() for _ in range(10))
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
-        for mean in self.means:
-            loss = loss + 0.1 * mean(loss.detach())
+        for i, mean in enumerate(self.means):
+            loss = loss + 0.01 * mean(loss.detach())
+            self.log(f"mean {i}", mean, on_step=True)
+            self.log_dict({f"loss {i}": loss.detach()})
+            mean.update(loss.detach())
         return loss
 
 
 def test_a_step_that_is_left_to_python_is_reported():
+    """What it logs is Python's then, and is not compiled by itself, name by name."""
     _, other = assert_fit_parity(AskedInALoop, table, max_epochs=2, in_ort=())
-    (entry,) = [e for e in step_report(other.trainer, "training_step").in_torch if "as a whole" in e.what]
+    report = step_report(other.trainer, "training_step")
+    (entry,) = report.in_torch
+    assert not report.recompilations
     assert entry.what.startswith("training_step")
     assert "metrics are plain Python" in entry.reason
     assert __file__ in entry.source
+
+
+class Curved(Classifier):
+    """A transform of torch.func that Dynamo fails in the middle of."""
+
+    def training_step(self, batch, batch_idx):
+        curvature = vmap(hessian(lambda row: self.net[0](row).sin().sum()))(batch[0][:4])
+        return super().training_step(batch, batch_idx) + 1e-3 * curvature.square().mean()
+
+
+class CollectsGarbage(Callback):
+    def on_train_batch_end(self, *args):
+        gc.collect()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own, in hessian
+def test_an_error_inside_of_transforms_leaves_autograd_as_it_was():
+    """Else what it leaves behind switches autograd off, for this fit and all others, when Python collects it."""
+    assert_fit_parity(Curved, table, in_ort=(), max_steps=3, callbacks=lambda: [CollectsGarbage()])
+    gc.collect()
+    assert (torch.ones(1, requires_grad=True) * 2).requires_grad
 
 
 class Collects(Classifier):

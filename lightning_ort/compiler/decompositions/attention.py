@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends import cuda
 
-from lightning_ort.compiler.decompositions.registry import composes
+from lightning_ort.compiler.decompositions.registry import IS_TORCH_2_14, composes
 
 aten = torch.ops.aten
 
-_FUSED = {4} if torch.__version__ < (2, 14) else {3, 4}
+_FUSED = {3, 4} if IS_TORCH_2_14 else {4}
 """Dimensions of queries for which torch's CPU kernel does not write attention out."""
 
 

@@ -8,7 +8,7 @@ import torch
 from onnx_ir.tensor_adapters import from_torch_dtype
 from torch import Tensor
 
-from lightning_ort.compiler.decompositions.registry import composes, decomposes, keeps
+from lightning_ort.compiler.decompositions.registry import IS_TORCH_2_14, composes, decomposes, keeps
 
 aten = torch.ops.aten
 
@@ -135,7 +135,7 @@ def hardtanh_backward(grad: Tensor, x: Tensor, min_val: float, max_val: float) -
 
 @composes(aten.softshrink.default, native=True)
 def softshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
-    if x.dtype.itemsize < 4 and torch.__version__ >= (2, 14):  # its kernel rounds the bound first
+    if x.dtype.itemsize < 4 and IS_TORCH_2_14:  # its kernel rounds the bound first
         lambd = float(from_torch_dtype(x.dtype).numpy().type(lambd))
     shrunk = torch.where(x > lambd, x - lambd, x + lambd)
     return torch.where((x < -lambd) | (x > lambd), shrunk, x.detach() * 0)

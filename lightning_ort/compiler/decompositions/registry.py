@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 from torch._C import DispatchKey
 
@@ -20,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import set_original_aten_op
 
 __all__ = [
     "DECOMPOSITIONS",
+    "IS_TORCH_2_14",
     "KEPT",
     "composes",
     "composites",
@@ -31,6 +33,9 @@ __all__ = [
 ]
 
 aten = torch.ops.aten
+
+IS_TORCH_2_14 = Version(torch.__version__).release >= (2, 14)
+"""Some kernels of torch compute otherwise since then."""
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
 KEPT: set[Any] = set()

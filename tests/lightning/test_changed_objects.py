@@ -1,0 +1,105 @@
+"""Objects that change between steps, by which a step chooses: no graph is taken that was made for another one."""
+
+from __future__ import annotations
+
+import enum
+
+import pytest
+import torch
+from lightning.pytorch.trainer.states import RunningStage
+from modules import table
+from parity import assert_fit_parity, step_report
+from torch import nn
+
+from lightning_ort.lightning_packages import pl
+
+# what Dynamo watches, whoever runs the graphs
+pytestmark = pytest.mark.stock_only
+
+
+class Phase(enum.Enum):
+    WARMUP, MAIN = "warmup", "main"
+
+
+class Settings:
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+
+
+class Plain: ...
+
+
+class Careful: ...
+
+
+def one(): ...
+
+
+def other(): ...
+
+
+FIRST, SECOND = Settings(1.0), Settings(0.25)
+WEIGHTS = {Phase.WARMUP: 1.0, Phase.MAIN: 0.25, (Phase.WARMUP, 1): 3.0, (Phase.MAIN, 1): 0.5, Plain: 1.0, Careful: 0.5}
+RARE, LOSSES, STRENGTHS = {Phase.MAIN, Careful}, [1.0, 0.25], {"a": 1.0}
+TENSOR = torch.tensor([1.0, 2.0, 3.0])
+STAGES = {RunningStage.TRAINING: "train", RunningStage.VALIDATING: "val", RunningStage.SANITY_CHECKING: "sanity"}
+
+CHOICES = {
+    "entry": ([Phase.WARMUP, Phase.MAIN], lambda m: WEIGHTS[m.chosen]),
+    "entry or default": ([Phase.WARMUP, Phase.MAIN], lambda m: WEIGHTS.get(m.chosen, 2.0)),
+    "entry by a tuple": ([Phase.WARMUP, Phase.MAIN], lambda m: WEIGHTS[m.chosen, 1]),
+    "in a dictionary": ([Phase.WARMUP, None], lambda m: 1.0 if m.chosen in WEIGHTS else 0.25),
+    "in a set": ([Phase.WARMUP, Phase.MAIN], lambda m: 0.25 if m.chosen in RARE else 1.0),
+    "a class in a set": ([Plain, Careful], lambda m: 0.25 if m.chosen in RARE else 1.0),
+    "entry by a class": ([Plain, Careful], lambda m: WEIGHTS.get(m.chosen, 2.0)),
+    "entry by a function": ([one, other], lambda m: {one: 1.0, m.chosen: 0.25}[one]),
+    "object": ([FIRST, SECOND], lambda m: 1.0 if FIRST is m.chosen else 0.25),
+    "attribute": ([FIRST, SECOND], lambda m: FIRST.weight + 2 * m.chosen.weight),
+    "list": ([LOSSES, [3.0, 1.0]], lambda m: LOSSES[0] + m.chosen[0]),
+    "dictionary": ([STRENGTHS, {"a": 0.25}], lambda m: STRENGTHS["a"] + m.chosen["a"]),
+    "another list": ([LOSSES, [1.0, 0.25]], lambda m: 1.0 if LOSSES is not m.chosen else 0.25),
+    "another set": ([RARE, {*RARE}], lambda m: 1.0 if RARE is not m.chosen else 0.25),
+    "another dictionary": ([WEIGHTS, {**WEIGHTS}], lambda m: 1.0 if WEIGHTS is not m.chosen else 0.25),
+    "equal object": ([FIRST, SECOND], lambda m: 1.0 if m.chosen == FIRST else 0.25),
+    "tensor": ([TENSOR, torch.ones(3)], lambda m: (TENSOR * m.chosen).sum()),
+}
+
+
+class Choosing(pl.LightningModule):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.net = nn.Linear(12, 4)
+        self.objects, self.weight_of = CHOICES[name]
+        self.chosen = self.objects[0]
+
+    def on_train_batch_start(self, batch, index):
+        self.chosen = self.objects[self.global_step // 5 % 2]
+
+    def training_step(self, batch, index):
+        return self.net(batch[0]).square().mean() * self.weight_of(self)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_what_a_step_chooses_by(name):
+    """One graph for each of two objects, and none more."""
+    _, other = assert_fit_parity(lambda: Choosing(name), table, max_steps=20)
+    assert step_report(other.trainer, "training_step").graphs == 2
+
+
+class NamedByStage(Choosing):
+    """Logs under names that tell what the Trainer is at, as pytorch-forecasting does."""
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        self.log(f"{STAGES.get(self.trainer.state.stage)}_loss", loss.detach(), on_step=False, on_epoch=True)
+        return loss
+
+    validation_step = training_step
+
+
+def test_names_of_stages():
+    _, other = assert_fit_parity(lambda: NamedByStage("entry"), table, table, max_epochs=2)
+    assert set(other.trainer.callback_metrics) == {"train_loss", "val_loss"}
