@@ -40,7 +40,25 @@ C = torch.tensor([0, 2, 2])
 REDUCTIONS = ("sum", "mean", "prod", "amax", "amin")
 D = torch.tensor([0, 2, -1])
 
+SMALL = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32)
+
+
+def small(b: int) -> list[Tensor]:
+    """A mask of rows, and a tensor of each small type, with its largest number in it."""
+    tensors = [torch.tensor([0, 1, 1], dtype=dtype).repeat(b, 1) for dtype in SMALL]
+    for tensor in tensors[1:]:
+        tensor[:, 1] = torch.iinfo(tensor.dtype).max
+    return [randn(b) > 0, *tensors]
+
+
 INDEXING = [
+    Case("mask_in_small_types", lambda m, *xs: [assigned(x, m, 1) for x in xs], small, gradients=False),
+    Case(
+        "mask_in_small_types_accumulated",
+        lambda m, *xs: [put(x, (m,), x.new_ones(()), accumulate=True) for x in xs],
+        small,
+        gradients=False,
+    ),
     Case("gather", lambda x, i, _: x.gather(1, i), three),
     Case("gather_last", lambda x, i: x.gather(-1, i), lambda b: (randn(b, 6), randint(0, 6, (b, 1)))),
     Case("gather_smaller_index", lambda x, i: x.gather(0, i), lambda b: (randn(6, 8), randint(0, 6, (3, 5)))),

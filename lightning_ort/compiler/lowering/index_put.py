@@ -116,11 +116,14 @@ def _expanded(
 def _masked(g: GraphBuilder, x: fx.Node, mask: fx.Node, values: fx.Node, accumulate: bool) -> ir.Value:
     if rank_of(values) > 0 and list(shape_of(values)) != [1]:
         raise NotLowered("assigning a tensor at a boolean mask: how much of it is used depends on the data")
-    condition, data = g.operand(mask, torch.bool), g.value(x)
+    # the types that ONNX Runtime chooses between and adds are few
+    is_narrow = dtype_of(x) in (torch.bool, torch.uint8, torch.int8, torch.int16)
+    wide = torch.int32 if is_narrow else dtype_of(x)
+    condition, data = g.operand(mask, torch.bool), g.operand(x, wide)
     missing = rank_of(x) - rank_of(mask)
     if missing:
         condition = g.op("Unsqueeze", condition, g.ints(list(range(-missing, 0))))
-    value: Any = g.operand(values, dtype_of(x))
+    value: Any = g.operand(values, wide)
     if accumulate:
         value = g.op("Add", data, value)
-    return g.op("Where", condition, value, data)
+    return g.cast(g.op("Where", condition, value, data), wide, dtype_of(x))
