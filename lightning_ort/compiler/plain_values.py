@@ -32,7 +32,7 @@ from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.functions import CollectiveFunctionRewriteVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
-from torch._dynamo.variables.lists import BaseListVariable, DequeVariable
+from torch._dynamo.variables.lists import BaseListVariable, DequeVariable, TupleVariable
 from torch._dynamo.variables.misc import NumpyVariable, RandomVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -229,10 +229,11 @@ def _begun(begin: Callable[..., None]) -> Callable[..., None]:
     """A tuple of a class with a ``__new__`` of its own, such as a ``PackedSequence`` by ``_replace``, is made of the
     entries that it has: what it was made of may have been an iterator, which has no more when the graph has run."""
 
-    def method(self: Any, value: Any, tuple_vt: Any = None, init_args: Any = None, **kwargs: Any) -> None:
-        begin(self, value, tuple_vt=tuple_vt, init_args=init_args, **kwargs)
-        if tuple_vt is None:
-            self.init_args = [self._base_vt]
+    def method(self: Any, value: Any, *entries: Any, **kwargs: Any) -> None:
+        begin(self, value, *entries, **kwargs)
+        if not entries and kwargs.get("tuple_vt") is None and kwargs.get("items") is None:
+            # the variable is its own tuple in torch 2.15
+            self.init_args = [self._base_vt if hasattr(self, "_base_vt") else TupleVariable(self.items)]
 
     return method
 

@@ -13,6 +13,8 @@ from parity import assert_fit_parity, make_trainer, needs_ort, quiet, step_repor
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from lightning_ort.compiler.decompositions.registry import IS_TORCH_2_14
+
 pytestmark = [needs_ort, pytest.mark.stock_only]
 
 
@@ -68,9 +70,14 @@ class ShrunkTogether(Classifier):
 
 @pytest.mark.parametrize("kind", [Clipped, Binary, Target, Shrunk, ShrunkTogether])
 def test_weights_written_past_autograd(kind):
-    """Torch does not count these writes. The step runs in torch, and the report says so."""
+    """Torch does not count these writes. The step runs in torch, and the report says so.
+
+    From torch 2.14 on, Dynamo compiles what is between such an assignment of ``.data`` and the next by itself.
+    """
     _, other = assert_fit_parity(kind, table, in_ort=())
-    assert any("changed in place" in t.reason for t in step_report(other.trainer, "training_step").in_torch)
+    assert (kind is Binary and IS_TORCH_2_14) or any(
+        "changed in place" in t.reason for t in step_report(other.trainer, "training_step").in_torch
+    )
 
 
 class _Later(Callback):

@@ -252,7 +252,7 @@ class CollectsGarbage(Callback):
         gc.collect()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own, in hessian
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, in hessian
 def test_an_error_inside_of_transforms_leaves_autograd_as_it_was():
     """Else what it leaves behind switches autograd off, for this fit and all others, when Python collects it."""
     assert_fit_parity(Curved, table, in_ort=(), max_steps=3, callbacks=lambda: [CollectsGarbage()])
