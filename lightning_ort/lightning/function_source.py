@@ -8,10 +8,11 @@ import inspect
 import linecache
 import re
 import types
+import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["body_of", "codes_in"]
+__all__ = ["Names", "body_of", "codes_in", "names_in"]
 
 _FUTURE_ANNOTATIONS = annotations.compiler_flag
 
@@ -22,6 +23,39 @@ def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from codes_in(constant)
+
+
+class Names(NamedTuple):
+    """Names in a code and in those of functions inside of it.
+
+    Attributes:
+        all: of globals, attributes and imports.
+        globals: those that are loaded as globals.
+        attributes: those that are loaded as attributes.
+    """
+
+    all: frozenset[str]
+    globals: frozenset[str]
+    attributes: frozenset[str]
+
+
+_NAMES: weakref.WeakKeyDictionary[types.CodeType, Names] = weakref.WeakKeyDictionary()
+"""what has been read: all that a step reaches is looked at whenever something of it is compiled"""
+
+
+def names_in(code: types.CodeType) -> Names:
+    """The names in ``code``, read once."""
+    if code not in _NAMES:
+        codes = list(codes_in(code))
+        loads = [
+            (i.opname, str(i.argval)) for c in codes for i in dis.get_instructions(c) if i.opname.startswith("LOAD")
+        ]
+        _NAMES[code] = Names(
+            frozenset(name for c in codes for name in c.co_names),
+            frozenset(name for kind, name in loads if kind in ("LOAD_GLOBAL", "LOAD_NAME")),
+            frozenset(name for kind, name in loads if "ATTR" in kind or "METHOD" in kind),
+        )
+    return _NAMES[code]
 
 
 def body_of(function: types.FunctionType) -> list[ast.stmt] | None:

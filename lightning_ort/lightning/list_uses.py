@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import ast
 import builtins
-import dis
 import functools
 import re
 import sys
 import sysconfig
 import types
-from collections import Counter
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from lightning_ort.environment import LIBRARIES
-from lightning_ort.lightning.function_source import body_of, codes_in
+from lightning_ort.lightning.function_source import body_of, codes_in, names_in
 
 __all__ = ["ListUses", "uses_of_lists"]
 
@@ -82,19 +81,6 @@ def uses_of_lists(module: nn.Module, method: Callable[..., Any]) -> ListUses:
     return ListUses(uses.allowed_lists(), uses.allowed_dictionaries())
 
 
-def _loaded(code: types.CodeType, is_such: Callable[[str], bool]) -> Counter[str]:
-    """How often instructions of such names load each name."""
-    return Counter(str(i.argval) for c in codes_in(code) for i in dis.get_instructions(c) if is_such(i.opname))
-
-
-def _is_global(instruction: str) -> bool:
-    return instruction in ("LOAD_GLOBAL", "LOAD_NAME")
-
-
-def _is_attribute(instruction: str) -> bool:
-    return instruction.startswith("LOAD") and ("ATTR" in instruction or "METHOD" in instruction)
-
-
 def _package(module: str | None) -> str:
     return (module or "").partition(".")[0]
 
@@ -138,11 +124,11 @@ class _Reached:
             self._add(getattr(function, "__wrapped__", None))
             if not of_user:
                 continue
-            names = {name for code in codes_in(function.__code__) for name in code.co_names}
+            names, global_names, _ = names_in(function.__code__)
             package = function.__globals__.get("__package__")
             for name in names:
                 self._add_name(name)
-            for name in _loaded(function.__code__, _is_global):
+            for name in global_names:
                 self._add(function.__globals__.get(name), mentioned=True)
             for name in names:  # functions of other files, by their module
                 for space in (
@@ -235,55 +221,80 @@ class _Uses:
         return _without(self._growing_dictionaries, self._no_dictionaries)
 
     def read(self, function: types.FunctionType) -> None:
-        """Look at every attribute that ``function`` loads."""
-        codes = list(codes_in(function.__code__))
-        names = {name for code in codes for name in code.co_names}
-        global_names = _loaded(function.__code__, _is_global)
-        if names & _ANYTHING or global_names.keys() & _ANYTHING_BUILTIN:
-            self.refuses_all = True
-        loads = _loaded(function.__code__, _is_attribute)
-        body = body_of(function)
-        if body is None:
-            self._refuse(loads)
-            self.refuses_all |= "getattr" in global_names
-            return
-        scope = _Scope(body, function, names)
-        for attribute in scope.nodes(ast.Attribute):
-            changed = isinstance(attribute.ctx, ast.Store) and isinstance(scope.parents[attribute], ast.AugAssign)
-            if isinstance(attribute.ctx, ast.Load) or changed:
-                self._classify(scope, scope.name(attribute.attr), attribute)
-        for node in scope.nodes(ast.Name):
-            if node.id == "getattr":
-                self._classify_getattr(scope, scope.parents[node])
+        """Take down what ``function`` does with every attribute that it loads."""
+        found = _found_in(function)
+        self.refuses_all |= found.refuses_all
+        self._no_lists |= found.refused
+        self._no_dictionaries |= found.refused
+        for name, of_list, of_dictionary in found.uses:
+            names = [a for a in self._attributes if re.fullmatch(name, a)] if _is_pattern(name) else [name]
+            for use, growing, refused in (
+                (of_list, self._growing_lists, self._no_lists),
+                (of_dictionary, self._growing_dictionaries, self._no_dictionaries),
+            ):
+                if use is None:
+                    refused.add(name)
+                elif use:
+                    growing.update(names)
 
-    def _refuse(self, names: Iterable[str]) -> None:
-        names = list(names)
-        self._no_lists.update(names)
-        self._no_dictionaries.update(names)
 
-    def _classify(self, scope: _Scope, name: str, node: ast.expr) -> None:
-        """Take down what is done with attributes of a name, or of all names that a regular expression fits."""
-        names = [a for a in self._attributes if re.fullmatch(name, a)] if _is_pattern(name) else [name]
-        for use, growing, refused in (
-            (scope.use_of_list(node), self._growing_lists, self._no_lists),
-            (scope.use_of_dictionary(node), self._growing_dictionaries, self._no_dictionaries),
-        ):
-            if use is None:
-                refused.add(name)
-            elif use:
-                growing.update(names)
+class _Found(NamedTuple):
+    """What a function does with attributes.
 
-    def _classify_getattr(self, scope: _Scope, call: ast.AST) -> None:
-        match call:
+    Attributes:
+        refuses_all: it may reach attributes that it does not name.
+        refused: names of attributes with which it may do anything.
+        uses: names, or regular expressions of names, and whether something grows there as a list and in a dictionary;
+            ``None`` if a stand-in could be told from one.
+    """
+
+    refuses_all: bool
+    refused: frozenset[str]
+    uses: frozenset[tuple[str, bool | None, bool | None]]
+
+
+_FOUND: weakref.WeakKeyDictionary[types.CodeType, dict[Any, _Found]] = weakref.WeakKeyDictionary()
+"""what has been found, by code and by what is global of the names in it"""
+
+
+def _found_in(function: types.FunctionType) -> _Found:
+    names, space = names_in(function.__code__).all, function.__globals__
+    known = frozenset((n, isinstance(space[n], types.ModuleType)) for n in names if n in space)
+    found = _FOUND.setdefault(function.__code__, {})
+    if known not in found:
+        found[known] = _find(function)
+    return found[known]
+
+
+def _find(function: types.FunctionType) -> _Found:
+    names, global_names, attributes = names_in(function.__code__)
+    refuses_all = bool(names & _ANYTHING or global_names & _ANYTHING_BUILTIN)
+    body = body_of(function)
+    if body is None:
+        return _Found(refuses_all or "getattr" in global_names, attributes, frozenset())
+    scope, refused, uses = _Scope(body, function, names), set(), set()
+
+    def note(name: str, node: ast.expr) -> None:
+        uses.add((name, scope.use_of_list(node), scope.use_of_dictionary(node)))
+
+    for attribute in scope.nodes(ast.Attribute):
+        changed = isinstance(attribute.ctx, ast.Store) and isinstance(scope.parents[attribute], ast.AugAssign)
+        if isinstance(attribute.ctx, ast.Load) or changed:
+            note(scope.name(attribute.attr), attribute)
+    for node in scope.nodes(ast.Name):
+        if node.id != "getattr":
+            continue
+        match scope.parents[node]:
             case ast.Call(func=ast.Name(id="getattr"), args=[_, ast.Constant(value=str(name)), *_]):
-                self._refuse([name])
-            case ast.Call(func=ast.Name(id="getattr"), args=[_, ast.JoinedStr(values=parts)]):
+                refused.add(name)
+            case ast.Call(func=ast.Name(id="getattr"), args=[_, ast.JoinedStr(values=parts)]) as call:
                 told = [re.escape(str(p.value)) if isinstance(p, ast.Constant) else _ANY for p in parts]
-                self._classify(scope, "".join(told), call)
+                note("".join(told), call)
             case ast.Call(func=ast.Name(id="getattr"), args=[ast.Name(id=name), _, *_]) if scope.is_module(name):
-                return
+                pass
             case _:
-                self.refuses_all = True
+                refuses_all = True
+    return _Found(refuses_all, frozenset(refused), frozenset(uses))
 
 
 _ANY = ".*"
@@ -304,7 +315,7 @@ class _Scope:
     Each ``use_of_`` gives whether something grows there, or ``None`` if a stand-in could be told from a list.
     """
 
-    def __init__(self, body: list[ast.stmt], function: types.FunctionType, names: set[str]) -> None:
+    def __init__(self, body: list[ast.stmt], function: types.FunctionType, names: Iterable[str]) -> None:
         self._nodes = [node for statement in body for node in ast.walk(statement)]
         self.parents = {child: node for node in self._nodes for child in ast.iter_child_nodes(node)}
         self._globals = function.__globals__
