@@ -18,13 +18,14 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext
 from torch._higher_order_ops import effects
 from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx, maybe_enable_thunkify
 
 from lightning_ort.compiler import decompositions
 from lightning_ort.compiler.decompositions.registry import composites
 
-__all__ = ["TRACED_KEYS", "Untraceable", "functional_graph", "is_named_in_place", "plain_kernels", "stands_for_float"]
+__all__ = ["TRACED_KEYS", "Untraceable", "functional_graph", "is_named_in_place", "knowing", "plain_kernels", "stands_for_float"]
 
 aten = torch.ops.aten
 
@@ -51,6 +52,13 @@ def stands_for_float(fake: Any) -> bool:
     Those of tensors without dimensions know their number as well; :func:`~.trace.fake_inputs` tells which is which.
     """
     return getattr(fake, "stands_for_float", False)
+
+
+def knowing(copy: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
+    """``copy`` of a fake tensor, which knows its number if that does: Dynamo has sizes that integers on the CPU tell."""
+    if isinstance(fake, FakeTensor) and isinstance(copy, FakeTensor) and not fake.dim() and fake.item_memo is not None:
+        copy.item_memo = fake.item_memo
+    return copy
 
 
 def functional_graph(
@@ -160,7 +168,7 @@ def _graph(
     assert mode is not None
     # torch's own attention on a GPU draws in ways that no graph can follow
     plain_attention = not native or any(isinstance(x, torch.Tensor) and x.device.type == "cuda" for x in fakes)
-    plain = [x.detach() if isinstance(x, torch.Tensor) and not stands_for_float(x) else x for x in fakes]
+    plain = [knowing(x.detach(), x) if isinstance(x, torch.Tensor) and not stands_for_float(x) else x for x in fakes]
 
     def called(inputs: list[Any], tangents: list[Any]) -> Any:
         with maybe_enable_thunkify():  # only those symbolic sizes become nodes that a call has among its arguments
@@ -185,6 +193,11 @@ def _graph(
             )(plain, tangents)
         except Untraceable:
             raise
+        except DataDependentOutputException as error:
+            raise Untraceable(
+                "a number is read from a tensor on the way, as by torch.arange(lengths.max()), and no graph holds what "
+                "depends on one; with .item() there, the graph ends before it and goes on after it"
+            ) from error
         except Exception as error:
             raise Untraceable(
                 f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"

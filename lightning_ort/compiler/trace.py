@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_ort.compiler.checkpointing import CheckpointTracer, first_draws
 from lightning_ort.compiler.dynamo_words import source_of
-from lightning_ort.compiler.functional_graph import Untraceable, functional_graph, stands_for_float
+from lightning_ort.compiler.functional_graph import Untraceable, functional_graph, knowing, stands_for_float
 from lightning_ort.compiler.global_state import GlobalState, without_autocast
 from lightning_ort.compiler.loss_scale import scale_fake, seed_of, unscaled
 from lightning_ort.compiler.random import DRAWS, layout_of
@@ -164,7 +164,7 @@ def trace(
             elif stands_for_float(fakes[i]):  # a copy would not know the number
                 local.append(x)
             else:
-                local.append(x.detach().clone().requires_grad_(i in tracked))
+                local.append(knowing(x.detach().clone(), fakes[i]).requires_grad_(i in tracked))
         leaves = [local[i] for i in wanted]
         versions = [leaf._version for leaf in leaves]
         with settings.applied():

@@ -14,6 +14,7 @@ from torch.utils._sympy import functions
 from lightning_ort.compiler import ORTBackend, dynamo
 from lightning_ort.compiler.dynamo import marked_open
 from lightning_ort.compiler.symbolic_shapes import _FUNCTIONS, _function
+from lightning_ort.runtime.config import RuntimeConfig
 
 A, B = sympy.symbols("a b", integer=True, positive=True)
 
@@ -110,6 +111,47 @@ def test_a_size_that_turns_out_to_be_one():
             function(x, w).backward()
             found.append(w.grad)
         torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("placement", ["onnxruntime", "torch", "eager"])
+@needs_ort
+def test_a_size_that_a_tensor_tells(placement):
+    """An integer on the CPU that is an input, such as the largest length of a batch, by which masks are made."""
+
+    def step(x, length):
+        kept = torch.arange(length) < torch.tensor(4)
+        return (x[:, None].expand(-1, length) * kept).square().sum() + torch.ones(length).sum()
+
+    torch._dynamo.reset()
+    in_torch: list = []
+    compiled = torch.compile(step, backend=ORTBackend(RuntimeConfig(placement=placement), on_fallback=in_torch.extend))
+    for n in (3, 5, 7, 3):
+        found = []
+        for function in (step, compiled):
+            x = torch.linspace(0, 1, 4, requires_grad=True)
+            loss = function(x, torch.tensor(n))
+            loss.backward()
+            found.append([loss.detach(), x.grad])
+        torch.testing.assert_close(found[1], found[0])
+    assert not in_torch
+
+
+def test_a_size_that_a_changed_tensor_tells():
+    """What it is then nobody knows when the step is compiled."""
+
+    def step(x, length):
+        before = torch.arange(length).sum()
+        length += 1
+        return x.sum() * before * torch.arange(length).sum()
+
+    torch._dynamo.reset()
+    in_torch: list = []
+    compiled = torch.compile(step, backend=ORTBackend(on_fallback=in_torch.extend))
+    for n in (3, 5):
+        mine, eagers = torch.tensor(n), torch.tensor(n)
+        torch.testing.assert_close(compiled(torch.ones(3), mine), step(torch.ones(3), eagers))
+        assert mine == eagers
+    assert "a number is read from a tensor" in in_torch[0].reason
 
 
 def test_marks_of_one_thread_are_not_those_of_another():
