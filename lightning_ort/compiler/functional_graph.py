@@ -25,7 +25,15 @@ from torch.fx.experimental.proxy_tensor import make_fx, maybe_enable_thunkify
 from lightning_ort.compiler import decompositions
 from lightning_ort.compiler.decompositions.registry import composites
 
-__all__ = ["TRACED_KEYS", "Untraceable", "functional_graph", "is_named_in_place", "knowing", "plain_kernels", "stands_for_float"]
+__all__ = [
+    "TRACED_KEYS",
+    "Untraceable",
+    "functional_graph",
+    "is_named_in_place",
+    "knowing",
+    "plain_kernels",
+    "stands_for_float",
+]
 
 aten = torch.ops.aten
 
