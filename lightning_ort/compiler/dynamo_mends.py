@@ -1,31 +1,46 @@
 """Errors of Dynamo's that are mended while steps are compiled.
 
 A graph is taken again as long as its guards hold, and of some values Dynamo forgets the guard: a step would go on with
-the graph of another one. Those are objects that are read by a global name first and by an attribute then, such as a
-member of an ``Enum`` that chooses from a dictionary; classes and functions by which an entry is looked up; and objects
-that were found to be two. They get guards here.
+the graph of another one. They get guards here:
+
+* objects that are read by a global name first and by an attribute then, such as a member of an ``Enum`` that chooses
+  from a dictionary, and objects that were found to be one, or two;
+* objects, classes and functions by which an entry is looked up, dates and decimal numbers that are compared;
+* numbers that are compared with members of an ``IntEnum``, and by ``is`` with ``True``;
+* attributes and entries that were found missing, as by ``try: ... except AttributeError``;
+* numbers with a fraction that change, and are infinite in another step.
 """
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import functools
+import inspect
+import math
+import operator
+import types
 from collections.abc import Callable
 from typing import Any
 
 # Private: guards have no public name.
 from torch._dynamo import convert_frame
+from torch._dynamo.exc import ObservedAttributeError, ObservedKeyError
 from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
 from torch._dynamo.source import ConstDictKeySource, is_from_local_source
-from torch._dynamo.variables import builder, builtin, object_protocol
-from torch._dynamo.variables.dicts import ConstDictVariable
+from torch._dynamo.variables import ConstantVariable, builder, builtin, object_protocol
+from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.dicts import ConstDictVariable, DunderDictVariable
+from torch._dynamo.variables.functions import BaseUserFunctionVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
-from torch._dynamo.variables.lists import BaseListVariable
-from torch._dynamo.variables.sets import SetVariable
-from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+from torch._dynamo.variables.misc import PythonModuleVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
 
 from lightning_ort.compiler.global_state import forget_frames
 
-__all__ = ["MENDS"]
+__all__ = ["MENDS", "comparing", "is_value"]
 
 
 def _guarding_both(guard_of: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,28 +64,208 @@ def _looked_at(is_hashable: Callable[..., bool]) -> Callable[..., bool]:
     return is_hashable_lazy
 
 
-def _guarding_difference(compare: Callable[..., Any]) -> Callable[..., Any]:
-    """``a is b`` may hold another time, though it does not now."""
+def _guarding_identity(compare: Callable[..., Any]) -> Callable[..., Any]:
+    """``a is b`` may be otherwise another time."""
 
     def vt_identity_compare(left: Any, right: Any) -> Any:
         answer = compare(left, right)
-        if answer is not None and not answer.as_python_constant():
-            known = [s.realize() if isinstance(s, LazyVariableTracker) else s for s in (left, right)]
-            first, second = [k.source if isinstance(k, _COMPARED) else None for k in known]
-            if first is not None and second is not None:
-                install_guard(first.make_guard(functools.partial(_are_two, other=second)))
+        if answer is not None:
+            _guard_identity(left, right, answer.as_python_constant())
         return answer
 
     return vt_identity_compare
 
 
-def _are_two(guards: GuardBuilder, guard: Any, other: Any) -> None:
-    code = f"{guards.arg_ref(guard)} is not {guards.arg_ref(other.name)}"
+def comparing(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Comparisons of symbolic numbers with members of an ``IntEnum`` and with ``True``, and of tensors by ``is``.
+
+    Dynamo settles these without a guard.
+    """
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if len(args) != 2 or self.fn not in _COMPARISONS:
+            return call(self, tx, args, kwargs)
+        by_identity = self.fn in (operator.is_, operator.is_not)
+        kinds = [type(_peek(side)) for side in args]
+        if by_identity:
+            if bool in kinds:
+                args = [_settled(side) for side in map(_known, args)]
+        elif any(issubclass(kind, (int, float)) and kind not in (int, float, bool) for kind in kinds):
+            args = [_number(side) for side in map(_known, args)]
+        result = call(self, tx, args, kwargs)
+        if by_identity and all(isinstance(_known(side), TensorVariable) for side in args):
+            left, right = args
+            _guard_identity(left, right, result.as_python_constant() == (self.fn is operator.is_))
+        return result
+
+    return call_function
+
+
+_COMPARISONS = {
+    *(operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge),
+    *(operator.is_, operator.is_not),
+}
+
+
+def _known(variable: Any) -> Any:
+    return variable.realize() if isinstance(variable, LazyVariableTracker) else variable
+
+
+def _peek(variable: Any) -> Any:
+    """The value of a variable, if it is known without a guard."""
+    if isinstance(variable, LazyVariableTracker) and not variable.is_realized():
+        return variable.original_value()
+    known = _known(variable)
+    return known.as_python_constant() if known.is_python_constant() else None
+
+
+def _settled(side: Any) -> Any:
+    """A truth that depends on symbols, settled with a guard."""
+    is_truth = isinstance(side, SymNodeVariable) and side.python_type() is bool
+    return ConstantVariable(bool(side.evaluate_expr())) if is_truth else side
+
+
+def _number(side: Any) -> Any:
+    """A member of an ``IntEnum``, which has a guard, as the number that it is."""
+    value = side.as_python_constant() if side.is_python_constant() else None
+    if isinstance(side, ConstantVariable) or not isinstance(value, (int, float)):
+        return side
+    return ConstantVariable(int(value) if isinstance(value, int) else float(value))
+
+
+def _guard_identity(left: Any, right: Any, are_one: bool) -> None:
+    first, second = [None if isinstance(k, _TOLD_APART) else k.source for k in map(_known, (left, right))]
+    if first is not None and second is not None and first != second:
+        install_guard(first.make_guard(functools.partial(_is_as_before, other=second, are_one=are_one)))
+
+
+def _is_as_before(guards: GuardBuilder, guard: Any, other: Any, are_one: bool) -> None:
+    code = f"{guards.arg_ref(guard)} {'is' if are_one else 'is not'} {guards.arg_ref(other.name)}"
     guards.add_python_lambda_leaf_guard_to_root([code], get_verbose_code_parts(code, guard))
 
 
-_COMPARED = (UserDefinedObjectVariable, ConstDictVariable, SetVariable, BaseListVariable)
-"""Objects that no guard of their own tells from others of their type."""
+_TOLD_APART = (ConstantVariable, BuiltinVariable, BaseUserFunctionVariable, UserDefinedClassVariable)
+"""What guards of its own tell from others."""
+
+
+def _guarding_keys(hashed: Callable[..., Any]) -> Callable[..., Any]:
+    """What is looked up by an object depends on which one it is."""
+
+    def hash_impl(self: Any, tx: Any) -> Any:
+        result = hashed(self, tx)
+        if type(self.value).__hash__ is object.__hash__ and self.source is not None:
+            install_guard(self.source.make_guard(GuardBuilder.ID_MATCH))
+        _guard_value(self)
+        return result
+
+    return hash_impl
+
+
+def _guarding_values(compare: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo compares dates and the like when it makes a graph."""
+
+    def richcompare_impl(self: Any, tx: Any, other: Any, op: str) -> Any:
+        for side in (self, other):
+            _guard_value(_known(side))
+        return compare(self, tx, other, op)
+
+    return richcompare_impl
+
+
+_VALUES = (datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, decimal.Decimal)
+
+
+def _guard_value(variable: Any) -> None:
+    value = getattr(variable, "value", None)
+    if isinstance(value, _VALUES) and variable.source is not None:
+        install_guard(variable.source.make_guard(functools.partial(is_value, value=value)))
+
+
+def is_value(guards: GuardBuilder, guard: Any, value: Any) -> None:
+    """Guard that there is an equal value of the same type."""
+    words = get_verbose_code_parts(f"{guards.arg_ref(guard)} == {value!r}", guard)
+    guards.get_guard_manager(guard).add_lambda_guard(
+        lambda now: type(now) is type(value) and now == value, words, guard.user_stack
+    )
+
+
+def _guarding_absence(lookup: Callable[..., Any]) -> Callable[..., Any]:
+    """An attribute that is missing, or comes from ``__getattr__`` for that, may be there another time."""
+
+    def generic_getattr(self: Any, tx: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        found = inspect.getattr_static(type(self.value), name, None)
+        if self.source is None or not (found is None or isinstance(found, types.MemberDescriptorType)):
+            return lookup(self, tx, name, *args, **kwargs)
+        try:
+            result = lookup(self, tx, name, *args, **kwargs)
+        except ObservedAttributeError:
+            install_guard(self.source.make_guard(functools.partial(GuardBuilder.HASATTR, attr=name)))
+            raise
+        own = getattr(self.value, "__dict__", None)
+        if found is None and name != "__dict__" and own is not None and name not in own:
+            absent = functools.partial(GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT, attr=name)
+            install_guard(self.source.make_guard(absent))
+        return result
+
+    return generic_getattr
+
+
+def _guarding_absence_in_modules(lookup: Callable[..., Any]) -> Callable[..., Any]:
+    def call_obj_hasattr(self: Any, tx: Any, name: str) -> Any:
+        if self.source is not None:
+            install_guard(self.source.make_guard(functools.partial(GuardBuilder.HASATTR, attr=name)))
+        return lookup(self, tx, name)
+
+    return call_obj_hasattr
+
+
+def _guarding_absence_of_keys(lookup: Callable[..., Any]) -> Callable[..., Any]:
+    def getitem_const_raise_exception_if_absent(self: Any, tx: Any, key: Any) -> Any:
+        try:
+            return lookup(self, tx, key)
+        except ObservedKeyError:
+            self.install_dict_contains_guard(tx, [key])
+            raise
+
+    return getitem_const_raise_exception_if_absent
+
+
+def _guard_name(self: Any, tx: Any, args: Any) -> None:
+    """What is, and is not, in the ``__dict__`` of an object, as Dynamo guards it of other dictionaries."""
+    if self.source is not None and args[0].is_python_constant():
+        install_guard(self.source.make_guard(functools.partial(_has_name, name=args[0].as_python_constant())))
+
+
+def _guard_names(self: Any) -> None:
+    if self.source is not None:
+        install_guard(self.source.make_guard(_has_names))
+
+
+def _has_name(guards: GuardBuilder, guard: Any, name: str) -> None:
+    code = f"({name!r} in {guards.arg_ref(guard)}) is {name in guards.get(guard)}"
+    guards.add_python_lambda_leaf_guard_to_root([code], get_verbose_code_parts(code, guard))
+
+
+def _has_names(guards: GuardBuilder, guard: Any) -> None:
+    code = f"[*{guards.arg_ref(guard)}] == {[*guards.get(guard)]!r}"
+    guards.add_python_lambda_leaf_guard_to_root([code], get_verbose_code_parts(code, guard))
+
+
+def _guarding_finiteness(wrap: Callable[..., Any]) -> Callable[..., Any]:
+    """The arithmetic of symbols knows no infinity, and what was compared with one is settled when a graph is made."""
+
+    def wrap_symfloat(self: Any, value: float) -> Any:
+        variable = wrap(self, value)
+        if isinstance(variable, SymNodeVariable):
+            install_guard(self.source.make_guard(_is_finite))
+        return variable
+
+    return wrap_symfloat
+
+
+def _is_finite(guards: GuardBuilder, guard: Any) -> None:
+    words = get_verbose_code_parts(f"{guards.arg_ref(guard)} is finite", guard)
+    guards.get_guard_manager(guard).add_lambda_guard(math.isfinite, words, guard.user_stack)
 
 
 def _forgetting(describe: Callable[..., str]) -> Callable[..., str]:
@@ -84,10 +279,20 @@ def _forgetting(describe: Callable[..., str]) -> Callable[..., str]:
     return format_error_msg
 
 
-MENDS: list[tuple[Any, str, Callable[..., Callable[..., Any]]]] = [
+_ALL: list[tuple[Any, str, Callable[..., Callable[..., Any]]]] = [
     (builder, "make_dupe_guard", _guarding_both),
     (LazyVariableTracker, "is_hashable_lazy", _looked_at),
     (convert_frame, "format_error_msg", _forgetting),
-    *((owner, "vt_identity_compare", _guarding_difference) for owner in (builtin, object_protocol)),
+    (UserDefinedObjectVariable, "generic_getattr", _guarding_absence),
+    (UserDefinedObjectVariable, "hash_impl", _guarding_keys),
+    (UserDefinedObjectVariable, "richcompare_impl", _guarding_values),
+    (UserDefinedObjectVariable, "tp_richcompare_impl", _guarding_values),  # its name from torch 2.14 on
+    (PythonModuleVariable, "call_obj_hasattr", _guarding_absence_in_modules),
+    (ConstDictVariable, "getitem_const_raise_exception_if_absent", _guarding_absence_of_keys),
+    (VariableBuilder, "wrap_symfloat", _guarding_finiteness),
+    (DunderDictVariable, "install_dict_contains_guard", lambda original: _guard_name),
+    (DunderDictVariable, "install_dict_keys_match_guard", lambda original: _guard_names),
+    *((owner, "vt_identity_compare", _guarding_identity) for owner in (builtin, object_protocol)),
 ]
-"""Functions of Dynamo by their owners, and what makes the one that takes their place."""
+MENDS = [(owner, name, mend) for owner, name, mend in _ALL if hasattr(owner, name)]
+"""Functions of Dynamo by their owners, and what makes the one that takes their place, for those that this torch has."""

@@ -63,7 +63,7 @@ def stands_for_float(fake: Any) -> bool:
 
 
 def knowing(copy: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
-    """``copy`` of a fake tensor, which knows its number if that does: Dynamo has sizes that integers on the CPU tell."""
+    """``copy`` of a fake tensor, knowing its number if that does: integers on the CPU tell Dynamo sizes."""
     if isinstance(fake, FakeTensor) and isinstance(copy, FakeTensor) and not fake.dim() and fake.item_memo is not None:
         copy.item_memo = fake.item_memo
     return copy

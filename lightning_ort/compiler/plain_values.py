@@ -23,22 +23,24 @@ import torch
 from torch import fx
 
 # Private: Dynamo has no public way to leave a type to Python.
+from torch._dynamo import symbolic_convert
 from torch._dynamo.exc import unimplemented
+from torch._dynamo.guards import install_guard
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import RandomValueSource, TensorPropertySource
 from torch._dynamo.variables import ConstantVariable, user_defined
 from torch._dynamo.variables.builder import VariableBuilder
-from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.builtin import BuiltinVariable, GetAttrBuiltinVariable, HasAttrBuiltinVariable
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.functions import CollectiveFunctionRewriteVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import BaseListVariable, DequeVariable, TupleVariable
 from torch._dynamo.variables.misc import NumpyVariable, RandomVariable
-from torch._dynamo.variables.tensor import SymNodeVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, supported_comparison_ops
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedTupleVariable
 
-from lightning_ort.compiler.dynamo_mends import MENDS
+from lightning_ort.compiler.dynamo_mends import MENDS, comparing, is_value
 from lightning_ort.compiler.dynamo_words import source_of
 
 __all__ = ["SETTINGS", "as_declared", "left_to_python"]
@@ -50,6 +52,7 @@ _OF_NUMBERS = {np.prod, np.clip, np.round, np.float64, np.int64}
 """what is folded beside ufuncs"""
 _NAMES = "add sub mul truediv floordiv mod pow neg pos abs invert iadd isub imul itruediv ifloordiv imod ipow"
 _ARITHMETIC = {abs, *(getattr(operator, name) for name in _NAMES.split())}
+_TELLING = {isinstance, type}
 _TENSORS = (torch.tensor, torch.as_tensor, torch.asarray)
 _READERS = {
     *("__bool__", "__contains__", "__eq__", "__getitem__", "__iter__", "__len__", "__ne__", "__reversed__"),
@@ -65,10 +68,13 @@ def left_to_python() -> Iterator[None]:
     before = {kind: wrappers.get(kind) for kind in _WRAPPERS}
     patches = [(owner, name, functools.partial(_breaking, why=why)) for owner, name, why in _FAITHLESS] + _REPLACED
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
+    comparisons = dict(symbolic_convert.compare_op_handlers)
     try:
         for (owner, name, original), (*_, patched) in zip(originals, patches, strict=True):
             setattr(owner, name, patched(original))
         wrappers.update(_WRAPPERS)
+        for word, function in supported_comparison_ops.items():  # Dynamo holds methods of before
+            symbolic_convert.compare_op_handlers[word] = BuiltinVariable(function).call_function
         yield
     finally:
         for kind, wrapper in before.items():
@@ -78,6 +84,7 @@ def left_to_python() -> Iterator[None]:
                 wrappers[kind] = wrapper
         for owner, name, original in originals:
             setattr(owner, name, original)
+        symbolic_convert.compare_op_handlers.update(comparisons)
 
 
 def as_declared(graph: fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,6 +127,12 @@ def _wrap_number(builder: VariableBuilder, value: np.generic) -> Any:
     return _of_numpy(variable, type(value) if type(value) in _SHORT else np.float64)
 
 
+def _wrap_truth(builder: VariableBuilder, value: np.bool_) -> Any:
+    """Dynamo has no guard for one of NumPy's."""
+    install_guard(builder.source.make_guard(functools.partial(is_value, value=value)))
+    return _of_numpy(ConstantVariable(bool(value), source=builder.source))
+
+
 def _wrap_queue(builder: VariableBuilder, value: collections.deque[Any]) -> Any:
     """A queue that exists knows how long it may be."""
     result = builder.wrap_listlike(value)
@@ -130,7 +143,8 @@ def _wrap_queue(builder: VariableBuilder, value: collections.deque[Any]) -> Any:
 
 _SHORT = (np.float32, np.float16, np.int32, np.int16, np.int8, np.uint64, np.uint32, np.uint16, np.uint8)
 _WRAPPERS: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys((np.float64, np.int64, np.bool_, *_SHORT), _wrap_number),
+    **dict.fromkeys((np.float64, np.int64, *_SHORT), _wrap_number),
+    np.bool_: _wrap_truth,
     collections.deque: _wrap_queue,
 }
 
@@ -141,6 +155,13 @@ def _of_numpy(number: Any, kind: type = np.float64) -> Any:
         number = ConstantVariable(number.value)  # not the one that there is for all
     number.of_numpy = kind
     return number
+
+
+def _as_pythons(number: Any) -> Any:
+    """``number`` of NumPy's, which has become one of Python's; behind a graph break it is not read anew."""
+    if isinstance(number, ConstantVariable):
+        return ConstantVariable(number.value)
+    return SymNodeVariable(number.proxy, number.sym_num)
 
 
 def _known(value: Any) -> Any:
@@ -168,7 +189,12 @@ def _marking(call: Callable[..., Any]) -> Callable[..., Any]:
                     _break(f"{self.fn.__name__} of a number of NumPy's")
                 result = call(self, tx, args, kwargs)
                 return _of_numpy(result) if _is_number(result) else result
-        return call(self, tx, args, kwargs)
+        if self.fn in _TELLING and (reason := _tells(self, tx, args)):
+            _break(reason)
+        result = call(self, tx, args, kwargs)
+        if self.fn in (int, float) and len(args) == 1 and _numpys(args[0]) is not None and _is_number(result):
+            return _as_pythons(_known(result))
+        return result
 
     return method
 
@@ -260,6 +286,12 @@ def _class_changes(effects: Any, owner: Any, *_: Any) -> str | None:
     return "an attribute of a class" if changes else None
 
 
+def _tells(function: Any, tx: Any, args: Any, *_: Any) -> str | None:
+    """It is no number of Python's, which ``hasattr`` and the like would say of what stands for it."""
+    is_numpys = args and _is_number(args[0]) and _numpys(args[0]) is not None
+    return f"{function.fn.__name__} of a number of NumPy's" if is_numpys else None
+
+
 def _is_drawn(builder: Any, value: Any) -> str | None:
     """It would be a float64 tensor in a graph made for float32."""
     drawn = isinstance(value, float) and isinstance(builder.get_source(), RandomValueSource)
@@ -273,6 +305,8 @@ def _is_collective(function: Any, *_: Any) -> str:
 _FAITHLESS: list[tuple[type, str, Callable[..., str | None]]] = [
     (VariableBuilder, "wrap_unspecialized_primitive", _is_drawn),
     (CollectiveFunctionRewriteVariable, "call_function", _is_collective),
+    (GetAttrBuiltinVariable, "call_function", _tells),
+    (HasAttrBuiltinVariable, "call_function", _tells),
     (DequeVariable, "call_method", _queue_changes),
     (RandomVariable, "call_method", _draws),
     # torch 2.11, with which the tests for a GPU have run, has none: there all dictionaries are of the next kind
@@ -283,7 +317,7 @@ _FAITHLESS: list[tuple[type, str, Callable[..., str | None]]] = [
 """Methods of Dynamo, and what says whether a call of one is to be a graph break, by the call's arguments."""
 _REPLACED: list[tuple[Any, str, Callable[..., Callable[..., Any]]]] = [
     (NumpyVariable, "call_function", lambda original: _call_numpy),
-    (BuiltinVariable, "call_function", _marking),
+    (BuiltinVariable, "call_function", lambda original: _marking(comparing(original))),
     (TorchInGraphFunctionVariable, "call_function", _making_tensors),
     (UserDefinedTupleVariable, "__init__", _begun),
     *MENDS,

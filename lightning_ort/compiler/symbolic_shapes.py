@@ -146,7 +146,8 @@ def _expression(number: Number) -> Any:
         expression = number.node.expr
         if expression.free_symbols:
             return expression
-        return int(number) if isinstance(number, torch.SymInt) else float(expression)
+        kind = {torch.SymInt: int, torch.SymBool: bool}.get(type(number), float)
+        return kind(expression)
     return number
 
 

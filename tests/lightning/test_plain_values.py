@@ -13,12 +13,11 @@ import pytest
 import torch
 from parity import fit, step_report
 from torch import nn
+from torch._dynamo import symbolic_convert
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.variables import builder, builtin, object_protocol
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.functions import CollectiveFunctionRewriteVariable
-from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import DequeVariable
 from torch._dynamo.variables.misc import NumpyVariable, RandomVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -26,6 +25,7 @@ from torch._dynamo.variables.user_defined import OrderedDictVariable, UserDefine
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
 from lightning_ort import ORTStrategy
+from lightning_ort.compiler import dynamo_mends
 from lightning_ort.compiler.plain_values import left_to_python
 from lightning_ort.lightning_packages import pl
 
@@ -321,11 +321,12 @@ def test_dynamo_is_left_as_it_was():
     classes = (NumpyVariable, BuiltinVariable, TorchInGraphFunctionVariable, CollectiveFunctionRewriteVariable)
     places += [*((kind, "call_function") for kind in classes), (SideEffects, "store_attr")]
     places += [(VariableBuilder, "wrap_unspecialized_primitive"), (UserDefinedTupleVariable, "__init__")]
-    places += [(builder, "make_dupe_guard"), (LazyVariableTracker, "is_hashable_lazy")]
-    places += [(owner, "vt_identity_compare") for owner in (builtin, object_protocol)]
+    places += [(owner, name) for owner, name, _ in dynamo_mends.MENDS]
+    assert len(dynamo_mends.MENDS) == len(dynamo_mends._ALL) - 1, "Dynamo names a function otherwise"
 
     def state():
-        return [getattr(*place) for place in places], dict(VariableBuilder._type_dispatch_impl(False))
+        tables = VariableBuilder._type_dispatch_impl(False), symbolic_convert.compare_op_handlers
+        return [getattr(*place) for place in places], *map(dict, tables)
 
     before = state()
     with left_to_python():
