@@ -113,6 +113,21 @@ def test_a_size_that_turns_out_to_be_one():
         torch.testing.assert_close(found[1], found[0])
 
 
+@needs_ort
+def test_comparisons_that_always_hold_behind_a_break():
+    def step(x):
+        some, none = x.shape[0] > 0, x.numel() < 0
+        doubled = x * 2
+        torch._dynamo.graph_break()
+        return doubled.sum() * (2 if some else 1), some, none
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend=ORTBackend())
+    for n in (4, 3, 2):
+        found, some, none = compiled(torch.ones(n, 2))
+        assert (found, some, none) == step(torch.ones(n, 2)) and type(some) is type(none) is bool
+
+
 @pytest.mark.parametrize("placement", ["onnxruntime", "torch", "eager"])
 @needs_ort
 def test_a_size_that_a_tensor_tells(placement):

@@ -43,6 +43,7 @@ class Stepping(pl.LightningModule):
         self.net, self.step, self.width = nn.Linear(3, 1), step, 4
         self.queue = collections.deque([torch.ones(()), torch.zeros(())], maxlen=3)
         self.numbers, self.seen = [], []
+        self.whole, self.part, self.flags = np.int64(2), np.float32(0.5), [np.bool_(True), np.bool_(False)]
         self.table = {"a": 1, "b": 2, "c": 3}
         self.dice, self.recent = random.Random(3), collections.OrderedDict(a=1, b=2, c=3)
 
@@ -239,11 +240,24 @@ def tensors_of_numbers(self, x, i):
     return loss_of(self, x).double() * (constants + torch.tensor(1 - self.share / 3) + torch.tensor(0.1))
 
 
+def told_from_pythons(self, x, i):
+    factor = 2.0 if isinstance(self.part, float) else 3.0
+    factor *= 5.0 if isinstance(self.whole, np.integer) else 7.0
+    factor *= 0.5 if type(self.whole) is np.int64 and hasattr(self.part, "dtype") else 0.25
+    return loss_of(self, x) * factor
+
+
+def truths(self, x, i):
+    if self.flags[0] and not isinstance(self.flags[1], bool):
+        self.log("first", 1.0)
+    return loss_of(self, x) * (2.0 if self.flags[1] else 0.5)
+
+
 STEPS = [
     sized_draws, seeded_draws, mixed_up, statistics, scheduled, computed_with, known_numbers,
     functions_of_a_counter, beyond_64_bits, taken_from_the_end, hooked, uniform, flipped, drawn, own_dice,
     least_recently_used, of_the_class, appended, appended_left, extended, own_queue, replaced, packed,
-    cut, picked, flagged, short_numbers, tensors_of_numbers,
+    cut, picked, flagged, short_numbers, tensors_of_numbers, told_from_pythons, truths,
 ]  # fmt: skip
 
 
