@@ -23,6 +23,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
 # Private: guards have no public name.
 from torch._dynamo import convert_frame
 from torch._dynamo.exc import ObservedAttributeError, ObservedKeyError
@@ -201,8 +203,10 @@ def _guarding_absence(lookup: Callable[..., Any]) -> Callable[..., Any]:
         except ObservedAttributeError:
             install_guard(self.source.make_guard(functools.partial(GuardBuilder.HASATTR, attr=name)))
             raise
+        fallback = inspect.getattr_static(type(self.value), "__getattr__", None)
         own = getattr(self.value, "__dict__", None)
-        if found is None and name != "__dict__" and own is not None and name not in own:
+        # modules keep what they have in dictionaries of their own, which are watched
+        if found is None and fallback not in (None, nn.Module.__getattr__) and own is not None and name not in own:
             absent = functools.partial(GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT, attr=name)
             install_guard(self.source.make_guard(absent))
         return result
