@@ -42,7 +42,7 @@ from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserD
 
 from lightning_ort.compiler.global_state import forget_frames
 
-__all__ = ["MENDS", "comparing", "is_value"]
+__all__ = ["MENDS", "comparing", "is_value", "known"]
 
 
 def _guarding_both(guard_of: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,11 +91,11 @@ def comparing(call: Callable[..., Any]) -> Callable[..., Any]:
         kinds = [type(_peek(side)) for side in args]
         if by_identity:
             if bool in kinds:
-                args = [_settled(side) for side in map(_known, args)]
+                args = [_settled(side) for side in map(known, args)]
         elif any(issubclass(kind, (int, float)) and kind not in (int, float, bool) for kind in kinds):
-            args = [_number(side) for side in map(_known, args)]
+            args = [_number(side) for side in map(known, args)]
         result = call(self, tx, args, kwargs)
-        if by_identity and all(isinstance(_known(side), TensorVariable) for side in args):
+        if by_identity and all(isinstance(known(side), TensorVariable) for side in args):
             left, right = args
             _guard_identity(left, right, result.as_python_constant() == (self.fn is operator.is_))
         return result
@@ -109,7 +109,8 @@ _COMPARISONS = {
 }
 
 
-def _known(variable: Any) -> Any:
+def known(variable: Any) -> Any:
+    """The variable that a lazy one stands for."""
     return variable.realize() if isinstance(variable, LazyVariableTracker) else variable
 
 
@@ -117,8 +118,8 @@ def _peek(variable: Any) -> Any:
     """The value of a variable, if it is known without a guard."""
     if isinstance(variable, LazyVariableTracker) and not variable.is_realized():
         return variable.original_value()
-    known = _known(variable)
-    return known.as_python_constant() if known.is_python_constant() else None
+    there = known(variable)
+    return there.as_python_constant() if there.is_python_constant() else None
 
 
 def _settled(side: Any) -> Any:
@@ -136,7 +137,7 @@ def _number(side: Any) -> Any:
 
 
 def _guard_identity(left: Any, right: Any, are_one: bool) -> None:
-    first, second = [None if isinstance(k, _TOLD_APART) else k.source for k in map(_known, (left, right))]
+    first, second = [None if isinstance(k, _TOLD_APART) else k.source for k in map(known, (left, right))]
     if first is not None and second is not None and first != second:
         install_guard(first.make_guard(functools.partial(_is_as_before, other=second, are_one=are_one)))
 
@@ -168,7 +169,7 @@ def _guarding_values(compare: Callable[..., Any]) -> Callable[..., Any]:
 
     def richcompare_impl(self: Any, tx: Any, other: Any, op: str) -> Any:
         for side in (self, other):
-            _guard_value(_known(side))
+            _guard_value(known(side))
         return compare(self, tx, other, op)
 
     return richcompare_impl
@@ -214,13 +215,15 @@ def _guarding_absence(lookup: Callable[..., Any]) -> Callable[..., Any]:
     return generic_getattr
 
 
-def _guarding_absence_in_modules(lookup: Callable[..., Any]) -> Callable[..., Any]:
-    def call_obj_hasattr(self: Any, tx: Any, name: str) -> Any:
-        if self.source is not None:
+def _guarding_names_of_modules(lookup: Callable[..., Any], always: bool) -> Callable[..., Any]:
+    """The same for modules of Python, whether they are asked by ``hasattr`` or for the attribute itself."""
+
+    def method(self: Any, tx: Any, name: str) -> Any:
+        if self.source is not None and (always or not hasattr(self.value, name)):
             install_guard(self.source.make_guard(functools.partial(GuardBuilder.HASATTR, attr=name)))
         return lookup(self, tx, name)
 
-    return call_obj_hasattr
+    return method
 
 
 def _guarding_absence_of_keys(lookup: Callable[..., Any]) -> Callable[..., Any]:
@@ -291,7 +294,8 @@ _ALL: list[tuple[Any, str, Callable[..., Callable[..., Any]]]] = [
     (UserDefinedObjectVariable, "hash_impl", _guarding_keys),
     (UserDefinedObjectVariable, "richcompare_impl", _guarding_values),
     (UserDefinedObjectVariable, "tp_richcompare_impl", _guarding_values),  # its name from torch 2.14 on
-    (PythonModuleVariable, "call_obj_hasattr", _guarding_absence_in_modules),
+    (PythonModuleVariable, "call_obj_hasattr", functools.partial(_guarding_names_of_modules, always=True)),
+    (PythonModuleVariable, "var_getattr", functools.partial(_guarding_names_of_modules, always=False)),
     (ConstDictVariable, "getitem_const_raise_exception_if_absent", _guarding_absence_of_keys),
     (VariableBuilder, "wrap_symfloat", _guarding_finiteness),
     (DunderDictVariable, "install_dict_contains_guard", lambda original: _guard_name),

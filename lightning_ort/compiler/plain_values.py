@@ -33,14 +33,13 @@ from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.builtin import BuiltinVariable, GetAttrBuiltinVariable, HasAttrBuiltinVariable
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.functions import CollectiveFunctionRewriteVariable
-from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import BaseListVariable, DequeVariable, TupleVariable
 from torch._dynamo.variables.misc import NumpyVariable, RandomVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, supported_comparison_ops
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedTupleVariable
 
-from lightning_ort.compiler.dynamo_mends import MENDS, comparing, is_value
+from lightning_ort.compiler.dynamo_mends import MENDS, comparing, is_value, known
 from lightning_ort.compiler.dynamo_words import source_of
 
 __all__ = ["SETTINGS", "as_declared", "left_to_python"]
@@ -157,24 +156,13 @@ def _of_numpy(number: Any, kind: type = np.float64) -> Any:
     return number
 
 
-def _as_pythons(number: Any) -> Any:
-    """``number`` of NumPy's, which has become one of Python's; behind a graph break it is not read anew."""
-    if isinstance(number, ConstantVariable):
-        return ConstantVariable(number.value)
-    return SymNodeVariable(number.proxy, number.sym_num)
-
-
-def _known(value: Any) -> Any:
-    return value.realize() if isinstance(value, LazyVariableTracker) else value
-
-
 def _numpys(value: Any) -> type | None:
     """What :func:`_of_numpy` has marked a variable with."""
-    return getattr(_known(value), "of_numpy", None)
+    return getattr(known(value), "of_numpy", None)
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(_known(value), (ConstantVariable, SymNodeVariable))
+    return isinstance(known(value), (ConstantVariable, SymNodeVariable))
 
 
 def _marking(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -191,10 +179,7 @@ def _marking(call: Callable[..., Any]) -> Callable[..., Any]:
                 return _of_numpy(result) if _is_number(result) else result
         if self.fn in _TELLING and (reason := _tells(self, tx, args)):
             _break(reason)
-        result = call(self, tx, args, kwargs)
-        if self.fn in (int, float) and len(args) == 1 and _numpys(args[0]) is not None and _is_number(result):
-            return _as_pythons(_known(result))
-        return result
+        return call(self, tx, args, kwargs)
 
     return method
 
@@ -216,12 +201,12 @@ def _making_tensors(call: Callable[..., Any]) -> Callable[..., Any]:
 
 def _kinds_in(data: Any) -> Iterator[type | None]:
     """Of the numbers with a fraction, and of those of fewer bits."""
-    known = _known(data)
-    if isinstance(known, BaseListVariable):
-        for item in known.items:
+    there = known(data)
+    if isinstance(there, BaseListVariable):
+        for item in there.items:
             yield from _kinds_in(item)
-    elif _is_number(known) and (known.python_type() is float or _numpys(known) is not np.float64):
-        yield _numpys(known)
+    elif _is_number(there) and (there.python_type() is float or _numpys(there) is not np.float64):
+        yield _numpys(there)
 
 
 def _breaking(original: Callable[..., Any], why: Callable[..., str | None]) -> Callable[..., Any]:
@@ -243,9 +228,9 @@ def _break(reason: str) -> NoReturn:
 def _call_numpy(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Fold what is computed of constants alone, such as ``np.sqrt(width)`` and ``np.log(2 * np.pi)``."""
     if (isinstance(self.value, np.ufunc) or self.value in _OF_NUMBERS) and not kwargs:
-        known = [_known(a) for a in args]
-        if all(a.is_python_constant() for a in known):
-            result = self.value(*(a.as_python_constant() for a in known))
+        given = [known(a) for a in args]
+        if all(a.is_python_constant() for a in given):
+            result = self.value(*(a.as_python_constant() for a in given))
             if isinstance(result, (np.float64, np.int64, np.bool_)):
                 return _of_numpy(ConstantVariable.create(result.item()))
     _break(f"np.{self.value.__name__}")

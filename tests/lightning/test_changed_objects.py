@@ -103,7 +103,6 @@ def looked_up(module):
 ABSENT = {
     "attribute": (with_or_without(types.SimpleNamespace), attempted),
     "attribute that a class makes up": (with_or_without(Falling), lambda m: m.chosen.weight),
-    "attribute of a module": (with_or_without(lambda: types.ModuleType("settings")), attempted),
     "key": (with_or_without(dict), looked_up),
     "name in __dict__": (
         with_or_without(types.SimpleNamespace),
@@ -169,6 +168,39 @@ def test_what_a_step_begins_itself():
     eager, other = assert_fit_parity(lambda: Remembers("entry"), table, max_steps=12)
     assert eager.module.steps == other.module.steps == 12
     torch.testing.assert_close([other.module.mean, other.module.first], [eager.module.mean, eager.module.first])
+
+
+MODULE = types.ModuleType("settings")
+
+
+def attempted_of_module():
+    try:
+        return MODULE.weight
+    except AttributeError:
+        return 1.0
+
+
+class Configured(Choosing):
+    """Goes by a module of Python that has a name, and has it not."""
+
+    def on_train_batch_start(self, batch, index):
+        MODULE.__dict__.pop("weight", None)
+        if self.global_step // 3 % 2:
+            MODULE.weight = 0.25
+
+
+MODULE_READERS = [attempted_of_module, lambda: getattr(MODULE, "weight", 1.0), lambda: 1.0 + hasattr(MODULE, "weight")]
+
+
+@pytest.mark.parametrize("read", MODULE_READERS, ids=["attempted", "getattr", "hasattr"])
+def test_names_that_a_module_of_python_gets_and_loses(read):
+    def make():
+        module = Configured("entry")
+        module.weight_of = lambda _: read()
+        return module
+
+    _, other = assert_fit_parity(make, table, max_steps=12)
+    assert step_report(other.trainer, "training_step").graphs == 2
 
 
 class NamedByStage(Choosing):
