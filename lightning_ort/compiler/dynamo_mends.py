@@ -8,6 +8,7 @@ the graph of another one. They get guards here:
 * objects, classes and functions by which an entry is looked up, dates and decimal numbers that are compared;
 * numbers that are compared with members of an ``IntEnum``, and by ``is`` with ``True``;
 * attributes and entries that were found missing, as by ``try: ... except AttributeError``;
+* methods of classes, which may be replaced by others;
 * numbers with a fraction that change, and are infinite in another step.
 """
 
@@ -17,6 +18,7 @@ import datetime
 import decimal
 import functools
 import inspect
+import logging
 import math
 import operator
 import types
@@ -27,9 +29,11 @@ from torch import nn
 
 # Private: guards have no public name.
 from torch._dynamo import convert_frame
+from torch._dynamo import guards as dynamo_guards
 from torch._dynamo.exc import ObservedAttributeError, ObservedKeyError
 from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
-from torch._dynamo.source import ConstDictKeySource, is_from_local_source
+from torch._dynamo.source import ConstDictKeySource, TypeDictSource, is_from_local_source
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import ConstantVariable, builder, builtin, object_protocol
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.builtin import BuiltinVariable
@@ -215,6 +219,46 @@ def _guarding_absence(lookup: Callable[..., Any]) -> Callable[..., Any]:
     return generic_getattr
 
 
+def _guarding_methods(walk: Callable[..., Any]) -> Callable[..., Any]:
+    """A class may get another method while its objects live, for one of its own or for one of a class it comes from."""
+
+    def get_source_by_walking_mro(self: Any, tx: Any, name: str) -> Any:
+        source = walk(self, tx, name)
+        kind, of_kind = (self.value, self.source) if isinstance(self.value, type) else (type(self.value), self.cls_source)
+        owner = next(base for base in kind.__mro__ if name in base.__dict__)
+        if isinstance(owner.__dict__[name], _METHODS) and _may_change(owner, name):
+            install_guard(source.make_guard(GuardBuilder.ID_MATCH))
+        absent = (id(kind), name)
+        if owner is not kind and absent not in tx.output.guarded_mro_absent_keys and _may_change(kind, name):
+            tx.output.guarded_mro_absent_keys.add(absent)
+            is_absent = functools.partial(GuardBuilder.DICT_NOT_CONTAINS, key=name)
+            install_guard(TypeDictSource(of_kind).make_guard(is_absent))
+        return source
+
+    return get_source_by_walking_mro
+
+
+def _guarding_methods_of_new_ones(lookup: Callable[..., Any]) -> Callable[..., Any]:
+    """An object that the step itself makes has no name of its own, but its class has."""
+
+    def lookup_class_mro_attr(self: Any, name: str) -> Any:
+        found = lookup(self, name)
+        if self.source is None and self.cls_source is not None and isinstance(found, _METHODS):
+            self.get_source_by_walking_mro(InstructionTranslator.current_tx(), name)
+        return found
+
+    return lookup_class_mro_attr
+
+
+_METHODS = (types.FunctionType, property, staticmethod, classmethod)
+_LIBRARIES = {"builtins", "torch", "lightning", "pytorch_lightning", "lightning_fabric"}
+
+
+def _may_change(kind: type, name: str) -> bool:
+    """The libraries' own classes keep their methods, but for layers that are computed in another way for a while."""
+    return name == "forward" or kind.__module__.partition(".")[0] not in _LIBRARIES
+
+
 def _guarding_names_of_modules(lookup: Callable[..., Any], always: bool) -> Callable[..., Any]:
     """The same for modules of Python, whether they are asked by ``hasattr`` or for the attribute itself."""
 
@@ -286,11 +330,24 @@ def _forgetting(describe: Callable[..., str]) -> Callable[..., str]:
     return format_error_msg
 
 
+def _unmeasured(measure: Callable[..., float]) -> Callable[..., float]:
+    """How long guards take is measured for logs alone, behind 32 MiB that are written to empty the caches: 20 ms."""
+
+    def profile_guard_manager(*args: Any) -> float:
+        return measure(*args) if dynamo_guards.guards_log.isEnabledFor(logging.DEBUG) else 0.0
+
+    return profile_guard_manager
+
+
 _ALL: list[tuple[Any, str, Callable[..., Callable[..., Any]]]] = [
     (builder, "make_dupe_guard", _guarding_both),
     (LazyVariableTracker, "is_hashable_lazy", _looked_at),
     (convert_frame, "format_error_msg", _forgetting),
+    (dynamo_guards, "profile_guard_manager", _unmeasured),
     (UserDefinedObjectVariable, "generic_getattr", _guarding_absence),
+    (UserDefinedObjectVariable, "get_source_by_walking_mro", _guarding_methods),
+    (UserDefinedClassVariable, "get_source_by_walking_mro", _guarding_methods),
+    (UserDefinedObjectVariable, "lookup_class_mro_attr", _guarding_methods_of_new_ones),
     (UserDefinedObjectVariable, "hash_impl", _guarding_keys),
     (UserDefinedObjectVariable, "richcompare_impl", _guarding_values),
     (UserDefinedObjectVariable, "tp_richcompare_impl", _guarding_values),  # its name from torch 2.14 on

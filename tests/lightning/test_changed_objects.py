@@ -136,6 +136,9 @@ class Choosing(pl.LightningModule):
     def on_train_batch_start(self, batch, index):
         self.chosen = self.objects[self.global_step // 3 % 2]
 
+    def chosen_by(self):
+        return 1.0
+
     def training_step(self, batch, index):
         return self.net(batch[0]).square().mean() * self.weight_of(self)
 
@@ -217,3 +220,93 @@ class NamedByStage(Choosing):
 def test_names_of_stages():
     _, other = assert_fit_parity(lambda: NamedByStage("entry"), table, table, max_epochs=2)
     assert set(other.trainer.callback_metrics) == {"train_loss", "val_loss"}
+
+
+class Base:
+    def inherited(self):
+        return 1.0
+
+    def overridden(self):
+        return 1.0
+
+    @staticmethod
+    def static():
+        return 1.0
+
+    @classmethod
+    def of_class(cls):
+        return 1.0
+
+    @property
+    def as_property(self):
+        return 1.0
+
+    def __call__(self):
+        return 1.0
+
+    def __getitem__(self, index):
+        return 1.0
+
+    def __len__(self):
+        return 1
+
+
+class Middle(Base): ...
+
+
+class Tool(Middle):
+    def overridden(self):
+        return 2.0 * super().overridden()
+
+
+class Layer(nn.Module):
+    def forward(self, x):
+        return x
+
+
+class Hidden(Layer): ...
+
+
+TOOL, LAYER = Tool(), Hidden()
+METHODS = {
+    "method": (Base, "inherited", lambda self: 0.25, lambda m: TOOL.inherited()),
+    "method that a class gets": (Tool, "inherited", lambda self: 0.25, lambda m: TOOL.inherited()),
+    "method that a class between gets": (Middle, "inherited", lambda self: 0.25, lambda m: TOOL.inherited()),
+    "method by super": (Base, "overridden", lambda self: 0.25, lambda m: TOOL.overridden()),
+    "method of a local object": (Base, "inherited", lambda self: 0.25, lambda m: Tool().inherited()),
+    "method by its class": (Base, "inherited", lambda self: 0.25, lambda m: Tool.inherited(TOOL)),
+    "bound method": (Base, "inherited", lambda self: 0.25, lambda m: (lambda f: f())(TOOL.inherited)),
+    "static method": (Base, "static", staticmethod(lambda: 0.25), lambda m: TOOL.static()),
+    "static method by its class": (Base, "static", staticmethod(lambda: 0.25), lambda m: Tool.static()),
+    "class method": (Base, "of_class", classmethod(lambda cls: 0.25), lambda m: TOOL.of_class()),
+    "class method by its class": (Base, "of_class", classmethod(lambda cls: 0.25), lambda m: Tool.of_class()),
+    "property": (Base, "as_property", property(lambda self: 0.25), lambda m: TOOL.as_property),
+    "call": (Base, "__call__", lambda self: 0.25, lambda m: TOOL()),
+    "entry": (Base, "__getitem__", lambda self, index: 0.25, lambda m: TOOL[0]),
+    "length": (Base, "__len__", lambda self: 3, lambda m: 1.0 + len(TOOL)),
+    "layer": (Layer, "forward", lambda self, x: x.cos(), lambda m: LAYER(TENSOR).sum()),
+    "layer that gets a forward": (Hidden, "forward", lambda self, x: x.cos(), lambda m: LAYER(TENSOR).sum()),
+    "layer of torch": (nn.Linear, "forward", lambda self, x: x[..., :4] * self.weight.sum(), lambda m: 1.0),
+    "of the module": (Choosing, "chosen_by", lambda self: 0.25, lambda m: m.chosen_by()),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_of_classes(name, monkeypatch):
+    """A class gets another method, and its own one again: two graphs."""
+    owner, method, replacement, read = METHODS[name]
+
+    class Patching(Choosing):
+        def on_train_batch_start(self, batch, index):
+            monkeypatch.undo()
+            if self.global_step // 3 % 2:
+                monkeypatch.setattr(owner, method, replacement)
+
+    def make():
+        module = Patching("entry")
+        module.weight_of = read
+        return module
+
+    _, other = assert_fit_parity(make, table, max_steps=12)
+    monkeypatch.undo()
+    assert step_report(other.trainer, "training_step").graphs == 2
