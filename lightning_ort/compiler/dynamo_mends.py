@@ -4,23 +4,21 @@ A graph is taken again as long as its guards hold, and of some values Dynamo for
 the graph of another one. They get guards here:
 
 * objects that are read by a global name first and by an attribute then, such as a member of an ``Enum`` that chooses
-  from a dictionary, and objects that were found to be one, or two;
-* objects, classes and functions by which an entry is looked up, dates and decimal numbers that are compared;
-* numbers that are compared with members of an ``IntEnum``, and by ``is`` with ``True``;
-* attributes and entries that were found missing, as by ``try: ... except AttributeError``;
-* methods of classes, which may be replaced by others;
+  from a dictionary;
+* what is compared, in :mod:`.dynamo_comparisons`;
+* attributes and entries that were found missing, as by ``try: ... except AttributeError``, also of functions;
+* methods of classes, which may be replaced by others, and what ``isinstance`` says of a ``Protocol``;
+* what ``os.getenv`` finds;
 * numbers with a fraction that change, and are infinite in another step.
 """
 
 from __future__ import annotations
 
-import datetime
-import decimal
+import abc
 import functools
 import inspect
 import logging
 import math
-import operator
 import types
 from collections.abc import Callable
 from typing import Any
@@ -32,21 +30,22 @@ from torch._dynamo import convert_frame
 from torch._dynamo import guards as dynamo_guards
 from torch._dynamo.exc import ObservedAttributeError, ObservedKeyError
 from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
-from torch._dynamo.source import ConstDictKeySource, TypeDictSource, is_from_local_source
-from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.variables import ConstantVariable, builder, builtin, object_protocol
+from torch._dynamo.source import ConstDictKeySource, SkipGuardSource, TypeDictSource, is_from_local_source
+from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslator
+from torch._dynamo.variables import builder, functions
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.dicts import ConstDictVariable, DunderDictVariable
-from torch._dynamo.variables.functions import BaseUserFunctionVariable
+from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import PythonModuleVariable
-from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
 
+from lightning_ort.compiler.dynamo_comparisons import COMPARISONS, known
 from lightning_ort.compiler.global_state import forget_frames
 
-__all__ = ["MENDS", "comparing", "is_value", "known"]
+__all__ = ["MENDS"]
 
 
 def _guarding_both(guard_of: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,132 +67,6 @@ def _looked_at(is_hashable: Callable[..., bool]) -> Callable[..., bool]:
         return isinstance(key.source, ConstDictKeySource) and is_hashable(key)
 
     return is_hashable_lazy
-
-
-def _guarding_identity(compare: Callable[..., Any]) -> Callable[..., Any]:
-    """``a is b`` may be otherwise another time."""
-
-    def vt_identity_compare(left: Any, right: Any) -> Any:
-        answer = compare(left, right)
-        if answer is not None:
-            _guard_identity(left, right, answer.as_python_constant())
-        return answer
-
-    return vt_identity_compare
-
-
-def comparing(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Comparisons of symbolic numbers with members of an ``IntEnum`` and with ``True``, and of tensors by ``is``.
-
-    Dynamo settles these without a guard.
-    """
-
-    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if len(args) != 2 or self.fn not in _COMPARISONS:
-            return call(self, tx, args, kwargs)
-        by_identity = self.fn in (operator.is_, operator.is_not)
-        kinds = [type(_peek(side)) for side in args]
-        if by_identity:
-            if bool in kinds:
-                args = [_settled(side) for side in map(known, args)]
-        elif any(issubclass(kind, (int, float)) and kind not in (int, float, bool) for kind in kinds):
-            args = [_number(side) for side in map(known, args)]
-        result = call(self, tx, args, kwargs)
-        if by_identity and all(isinstance(known(side), TensorVariable) for side in args):
-            left, right = args
-            _guard_identity(left, right, result.as_python_constant() == (self.fn is operator.is_))
-        return result
-
-    return call_function
-
-
-_COMPARISONS = {
-    *(operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge),
-    *(operator.is_, operator.is_not),
-}
-
-
-def known(variable: Any) -> Any:
-    """The variable that a lazy one stands for."""
-    return variable.realize() if isinstance(variable, LazyVariableTracker) else variable
-
-
-def _peek(variable: Any) -> Any:
-    """The value of a variable, if it is known without a guard."""
-    if isinstance(variable, LazyVariableTracker) and not variable.is_realized():
-        return variable.original_value()
-    there = known(variable)
-    return there.as_python_constant() if there.is_python_constant() else None
-
-
-def _settled(side: Any) -> Any:
-    """A truth that depends on symbols, settled with a guard."""
-    is_truth = isinstance(side, SymNodeVariable) and side.python_type() is bool
-    return ConstantVariable(bool(side.evaluate_expr())) if is_truth else side
-
-
-def _number(side: Any) -> Any:
-    """A member of an ``IntEnum``, which has a guard, as the number that it is."""
-    value = side.as_python_constant() if side.is_python_constant() else None
-    if isinstance(side, ConstantVariable) or not isinstance(value, (int, float)):
-        return side
-    return ConstantVariable(int(value) if isinstance(value, int) else float(value))
-
-
-def _guard_identity(left: Any, right: Any, are_one: bool) -> None:
-    first, second = [None if isinstance(k, _TOLD_APART) else k.source for k in map(known, (left, right))]
-    if first is not None and second is not None and first != second:
-        install_guard(first.make_guard(functools.partial(_is_as_before, other=second, are_one=are_one)))
-
-
-def _is_as_before(guards: GuardBuilder, guard: Any, other: Any, are_one: bool) -> None:
-    code = f"{guards.arg_ref(guard)} {'is' if are_one else 'is not'} {guards.arg_ref(other.name)}"
-    guards.add_python_lambda_leaf_guard_to_root([code], get_verbose_code_parts(code, guard))
-
-
-_TOLD_APART = (ConstantVariable, BuiltinVariable, BaseUserFunctionVariable, UserDefinedClassVariable)
-"""What guards of its own tell from others."""
-
-
-def _guarding_keys(hashed: Callable[..., Any]) -> Callable[..., Any]:
-    """What is looked up by an object depends on which one it is."""
-
-    def hash_impl(self: Any, tx: Any) -> Any:
-        result = hashed(self, tx)
-        if type(self.value).__hash__ is object.__hash__ and self.source is not None:
-            install_guard(self.source.make_guard(GuardBuilder.ID_MATCH))
-        _guard_value(self)
-        return result
-
-    return hash_impl
-
-
-def _guarding_values(compare: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamo compares dates and the like when it makes a graph."""
-
-    def richcompare_impl(self: Any, tx: Any, other: Any, op: str) -> Any:
-        for side in (self, other):
-            _guard_value(known(side))
-        return compare(self, tx, other, op)
-
-    return richcompare_impl
-
-
-_VALUES = (datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, decimal.Decimal)
-
-
-def _guard_value(variable: Any) -> None:
-    value = getattr(variable, "value", None)
-    if isinstance(value, _VALUES) and variable.source is not None:
-        install_guard(variable.source.make_guard(functools.partial(is_value, value=value)))
-
-
-def is_value(guards: GuardBuilder, guard: Any, value: Any) -> None:
-    """Guard that there is an equal value of the same type."""
-    words = get_verbose_code_parts(f"{guards.arg_ref(guard)} == {value!r}", guard)
-    guards.get_guard_manager(guard).add_lambda_guard(
-        lambda now: type(now) is type(value) and now == value, words, guard.user_stack
-    )
 
 
 def _guarding_absence(lookup: Callable[..., Any]) -> Callable[..., Any]:
@@ -224,7 +97,9 @@ def _guarding_methods(walk: Callable[..., Any]) -> Callable[..., Any]:
 
     def get_source_by_walking_mro(self: Any, tx: Any, name: str) -> Any:
         source = walk(self, tx, name)
-        kind, of_kind = (self.value, self.source) if isinstance(self.value, type) else (type(self.value), self.cls_source)
+        kind, of_kind = (
+            (self.value, self.source) if isinstance(self.value, type) else (type(self.value), self.cls_source)
+        )
         owner = next(base for base in kind.__mro__ if name in base.__dict__)
         if isinstance(owner.__dict__[name], _METHODS) and _may_change(owner, name):
             install_guard(source.make_guard(GuardBuilder.ID_MATCH))
@@ -259,8 +134,8 @@ def _may_change(kind: type, name: str) -> bool:
     return name == "forward" or kind.__module__.partition(".")[0] not in _LIBRARIES
 
 
-def _guarding_names_of_modules(lookup: Callable[..., Any], always: bool) -> Callable[..., Any]:
-    """The same for modules of Python, whether they are asked by ``hasattr`` or for the attribute itself."""
+def _guarding_names(lookup: Callable[..., Any], always: bool = True) -> Callable[..., Any]:
+    """The same for modules of Python and functions, asked by ``hasattr``, or for the attribute itself."""
 
     def method(self: Any, tx: Any, name: str) -> Any:
         if self.source is not None and (always or not hasattr(self.value, name)):
@@ -268,6 +143,56 @@ def _guarding_names_of_modules(lookup: Callable[..., Any], always: bool) -> Call
         return lookup(self, tx, name)
 
     return method
+
+
+def _guarding_attributes_of_functions(lookup: Callable[..., Any]) -> Callable[..., Any]:
+    def fn_var_getattr(tx: Any, function: Any, source: Any, name: str) -> Any:
+        try:
+            return lookup(tx, function, source, name)
+        except ObservedAttributeError:
+            if source is not None:
+                install_guard(source.make_guard(functools.partial(GuardBuilder.HASATTR, attr=name)))
+            raise
+
+    return fn_var_getattr
+
+
+def _guarding_answers(ask: Callable[..., Any]) -> Callable[..., Any]:
+    """Whether an object is an instance may be decided by what it has, as with a ``Protocol``, or by any function."""
+
+    def call_isinstance(self: Any, tx: Any, arg: Any, kinds: Any) -> Any:
+        answer = ask(self, tx, arg, kinds)
+        there = known(arg)
+        if isinstance(there, UserDefinedObjectVariable) and there.source is not None:
+            asked = kinds.as_python_constant()
+            if any(_decides_itself(kind) for kind in (asked if isinstance(asked, tuple) else (asked,))):
+                is_as_before = functools.partial(_is_instance, kinds=asked, answer=answer.as_python_constant())
+                install_guard(there.source.make_guard(is_as_before))
+        return answer
+
+    return call_isinstance
+
+
+def _decides_itself(kind: Any) -> bool:
+    return getattr(type(kind), "__instancecheck__", None) not in (type.__instancecheck__, abc.ABCMeta.__instancecheck__)
+
+
+def _is_instance(guards: GuardBuilder, guard: Any, kinds: Any, answer: bool) -> None:
+    words = get_verbose_code_parts(f"isinstance({guards.arg_ref(guard)}, {kinds}) is {answer}", guard)
+    guards.get_guard_manager(guard).add_lambda_guard(
+        lambda now: isinstance(now, kinds) is answer, words, guard.user_stack
+    )
+
+
+def _guarding_environment(find: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo watches no variable of Python's own modules, for which ``os.getenv`` reads ``os.environ``."""
+
+    def get_globals_source_and_value(self: Any, name: str) -> Any:
+        value, variable, source = find(self, name)
+        skips = name == "environ" and isinstance(source, SkipGuardSource)
+        return value, variable, source.base if skips else source
+
+    return get_globals_source_and_value
 
 
 def _guarding_absence_of_keys(lookup: Callable[..., Any]) -> Callable[..., Any]:
@@ -340,6 +265,7 @@ def _unmeasured(measure: Callable[..., float]) -> Callable[..., float]:
 
 
 _ALL: list[tuple[Any, str, Callable[..., Callable[..., Any]]]] = [
+    *COMPARISONS,
     (builder, "make_dupe_guard", _guarding_both),
     (LazyVariableTracker, "is_hashable_lazy", _looked_at),
     (convert_frame, "format_error_msg", _forgetting),
@@ -348,16 +274,16 @@ _ALL: list[tuple[Any, str, Callable[..., Callable[..., Any]]]] = [
     (UserDefinedObjectVariable, "get_source_by_walking_mro", _guarding_methods),
     (UserDefinedClassVariable, "get_source_by_walking_mro", _guarding_methods),
     (UserDefinedObjectVariable, "lookup_class_mro_attr", _guarding_methods_of_new_ones),
-    (UserDefinedObjectVariable, "hash_impl", _guarding_keys),
-    (UserDefinedObjectVariable, "richcompare_impl", _guarding_values),
-    (UserDefinedObjectVariable, "tp_richcompare_impl", _guarding_values),  # its name from torch 2.14 on
-    (PythonModuleVariable, "call_obj_hasattr", functools.partial(_guarding_names_of_modules, always=True)),
-    (PythonModuleVariable, "var_getattr", functools.partial(_guarding_names_of_modules, always=False)),
+    (PythonModuleVariable, "call_obj_hasattr", _guarding_names),
+    (PythonModuleVariable, "var_getattr", functools.partial(_guarding_names, always=False)),
+    (UserFunctionVariable, "call_obj_hasattr", _guarding_names),
+    (functions, "fn_var_getattr", _guarding_attributes_of_functions),
+    (BuiltinVariable, "call_isinstance", _guarding_answers),
+    (InliningInstructionTranslator, "get_globals_source_and_value", _guarding_environment),
     (ConstDictVariable, "getitem_const_raise_exception_if_absent", _guarding_absence_of_keys),
     (VariableBuilder, "wrap_symfloat", _guarding_finiteness),
     (DunderDictVariable, "install_dict_contains_guard", lambda original: _guard_name),
     (DunderDictVariable, "install_dict_keys_match_guard", lambda original: _guard_names),
-    *((owner, "vt_identity_compare", _guarding_identity) for owner in (builtin, object_protocol)),
 ]
 MENDS = [(owner, name, mend) for owner, name, mend in _ALL if hasattr(owner, name)]
 """Functions of Dynamo by their owners, and what makes the one that takes their place, for those that this torch has."""

@@ -39,7 +39,8 @@ from torch._dynamo.variables.tensor import SymNodeVariable, supported_comparison
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedTupleVariable
 
-from lightning_ort.compiler.dynamo_mends import MENDS, comparing, is_value, known
+from lightning_ort.compiler.dynamo_comparisons import comparing, is_value, known
+from lightning_ort.compiler.dynamo_mends import MENDS
 from lightning_ort.compiler.dynamo_words import source_of
 
 __all__ = ["SETTINGS", "as_declared", "left_to_python"]

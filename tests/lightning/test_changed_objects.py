@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime
 import enum
 import math
+import os
 import types
+import typing
 
 import pytest
 import torch
@@ -52,6 +54,68 @@ def one(): ...
 def other(): ...
 
 
+class Base:
+    def inherited(self):
+        return 1.0
+
+    def as_well(self):
+        return 1.0
+
+    def overridden(self):
+        return 1.0
+
+    @staticmethod
+    def static():
+        return 1.0
+
+    @classmethod
+    def of_class(cls):
+        return 1.0
+
+    @property
+    def as_property(self):
+        return 1.0
+
+    def __call__(self):
+        return 1.0
+
+    def __getitem__(self, index):
+        return 1.0
+
+    def __len__(self):
+        return 1
+
+
+class Middle(Base): ...
+
+
+class Tool(Middle):
+    def overridden(self):
+        return 2.0 * super().overridden()
+
+
+class Layer(nn.Module):
+    def forward(self, x):
+        return x
+
+
+class Hidden(Layer): ...
+
+
+@typing.runtime_checkable
+class Weighted(typing.Protocol):
+    weight: float
+
+
+class Known(type):
+    def __instancecheck__(cls, instance):
+        return vars(instance).get("weight") == 0.25
+
+
+class Light(metaclass=Known): ...
+
+
+TOOL, LAYER = Tool(), Hidden()
 FIRST, SECOND = Settings(1.0), Settings(0.25)
 WEIGHTS = {Phase.WARMUP: 1.0, Phase.MAIN: 0.25, (Phase.WARMUP, 1): 3.0, (Phase.MAIN, 1): 0.5, Plain: 1.0, Careful: 0.5}
 RARE, LOSSES, STRENGTHS = {Phase.MAIN, Careful}, [1.0, 0.25], {"a": 1.0}
@@ -76,6 +140,10 @@ CHOICES = {
     "another dictionary": ([WEIGHTS, {**WEIGHTS}], lambda m: 1.0 if WEIGHTS is not m.chosen else 0.25),
     "equal object": ([FIRST, SECOND], lambda m: 1.0 if m.chosen == FIRST else 0.25),
     "tensor": ([TENSOR, torch.ones(3)], lambda m: (TENSOR * m.chosen).sum()),
+    "kind": ([FIRST, SECOND], lambda m: 1.0 if isinstance(m.chosen, Light) else 0.25),
+    "bound method": ([TOOL.inherited, TOOL.as_well], lambda m: 1.0 if m.chosen == TOOL.inherited else 0.25),
+    "method of another": ([TOOL.inherited, Tool().inherited], lambda m: 1.0 if m.chosen != TOOL.inherited else 0.25),
+    "one of two methods": ([TOOL.as_well, TOOL.of_class], lambda m: 1.0 if m.chosen in (1, TOOL.as_well) else 0.25),
 }
 
 
@@ -107,6 +175,10 @@ ABSENT = {
     "name in __dict__": (
         with_or_without(types.SimpleNamespace),
         lambda m: 0.25 if "weight" in m.chosen.__dict__ else 1.0,
+    ),
+    "name of a protocol": (
+        with_or_without(types.SimpleNamespace),
+        lambda m: 1.0 if isinstance(m.chosen, Weighted) else 0.25,
     ),
     "number of names": (with_or_without(types.SimpleNamespace), lambda m: 1.0 + len(vars(m.chosen))),
 }
@@ -222,52 +294,6 @@ def test_names_of_stages():
     assert set(other.trainer.callback_metrics) == {"train_loss", "val_loss"}
 
 
-class Base:
-    def inherited(self):
-        return 1.0
-
-    def overridden(self):
-        return 1.0
-
-    @staticmethod
-    def static():
-        return 1.0
-
-    @classmethod
-    def of_class(cls):
-        return 1.0
-
-    @property
-    def as_property(self):
-        return 1.0
-
-    def __call__(self):
-        return 1.0
-
-    def __getitem__(self, index):
-        return 1.0
-
-    def __len__(self):
-        return 1
-
-
-class Middle(Base): ...
-
-
-class Tool(Middle):
-    def overridden(self):
-        return 2.0 * super().overridden()
-
-
-class Layer(nn.Module):
-    def forward(self, x):
-        return x
-
-
-class Hidden(Layer): ...
-
-
-TOOL, LAYER = Tool(), Hidden()
 METHODS = {
     "method": (Base, "inherited", lambda self: 0.25, lambda m: TOOL.inherited()),
     "method that a class gets": (Tool, "inherited", lambda self: 0.25, lambda m: TOOL.inherited()),
@@ -288,19 +314,25 @@ METHODS = {
     "layer that gets a forward": (Hidden, "forward", lambda self, x: x.cos(), lambda m: LAYER(TENSOR).sum()),
     "layer of torch": (nn.Linear, "forward", lambda self, x: x[..., :4] * self.weight.sum(), lambda m: 1.0),
     "of the module": (Choosing, "chosen_by", lambda self: 0.25, lambda m: m.chosen_by()),
+    "attribute of a function": (one, "weight", 0.25, lambda m: getattr(one, "weight", 1.0)),
+    "whether a function has one": (one, "weight", 0.25, lambda m: 1.0 if hasattr(one, "weight") else 0.5),
+    "variable of the environment": (os.environ, "WEIGHT", "0.25", lambda m: float(os.getenv("WEIGHT", "1.0"))),
 }
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_of_classes(name, monkeypatch):
-    """A class gets another method, and its own one again: two graphs."""
+    """A class gets another method, and its own one again, or a function an attribute: two graphs."""
     owner, method, replacement, read = METHODS[name]
 
     class Patching(Choosing):
         def on_train_batch_start(self, batch, index):
             monkeypatch.undo()
             if self.global_step // 3 % 2:
-                monkeypatch.setattr(owner, method, replacement)
+                if owner is os.environ:
+                    monkeypatch.setenv(method, replacement)
+                else:
+                    monkeypatch.setattr(owner, method, replacement, raising=False)
 
     def make():
         module = Patching("entry")
