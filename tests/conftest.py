@@ -6,6 +6,7 @@ import functools
 import gc
 import importlib.util
 import itertools
+import logging
 import os
 import random
 from collections.abc import Callable
@@ -24,6 +25,8 @@ os.environ.setdefault("LIGHTNING_ORT_MEASURE", "0")
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 # Dynamo measures the guards of each graph for its logs, behind 32 MiB that it writes to empty the caches: 20 ms
 torch._dynamo.guards.profile_guard_manager = lambda *arguments: 0.0
+# pytest captures what torch notes of each compilation, graphs included, for tools of its own
+torch._logging._internal.trace_log = logging.Logger("nobody listens to")
 
 _TESTS = itertools.count(1)
 
