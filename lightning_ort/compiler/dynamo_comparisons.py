@@ -59,9 +59,9 @@ def comparing(call: Callable[..., Any]) -> Callable[..., Any]:
         elif any(issubclass(kind, (int, float)) and kind not in (int, float, bool) for kind in kinds):
             args = [_number(side) for side in map(known, args)]
         elif self.fn in (operator.eq, operator.ne):
-            sides = list(map(_method, args))
-            if None not in sides:
-                return ConstantVariable(_are_one_method(*sides) == (self.fn is operator.eq))
+            left, right = map(_method, args)
+            if left is not None and right is not None:
+                return ConstantVariable(_are_one_method(left, right) == (self.fn is operator.eq))
         result = call(self, tx, args, kwargs)
         if by_identity and all(isinstance(known(side), TensorVariable) for side in args):
             left, right = args
