@@ -15,6 +15,7 @@ import collections
 import contextlib
 import functools
 import operator
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -66,15 +67,15 @@ def left_to_python() -> Iterator[None]:
     """Have Dynamo leave to Python, meanwhile, the values that it has no faithful stand-in for."""
     wrappers = VariableBuilder._type_dispatch_impl(SETTINGS["trace_numpy"])  # by type of value
     before = {kind: wrappers.get(kind) for kind in _WRAPPERS}
-    patches = [(owner, name, functools.partial(_breaking, why=why)) for owner, name, why in _FAITHLESS] + _REPLACED
-    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
+    originals = tuple([getattr(owner, name) for owner, name, _ in _PATCHES])
+    mended = _mended(originals)
     comparisons = dict(symbolic_convert.compare_op_handlers)
     try:
-        for (owner, name, original), (*_, patched) in zip(originals, patches, strict=True):
-            setattr(owner, name, patched(original))
+        for (owner, name, _), function in zip(_PATCHES, mended, strict=True):
+            setattr(owner, name, function)
         wrappers.update(_WRAPPERS)
-        for word, function in supported_comparison_ops.items():  # Dynamo holds methods of before
-            symbolic_convert.compare_op_handlers[word] = BuiltinVariable(function).call_function
+        # Dynamo holds methods of before
+        symbolic_convert.compare_op_handlers.update(_comparisons(BuiltinVariable.call_function))
         yield
     finally:
         for kind, wrapper in before.items():
@@ -82,9 +83,21 @@ def left_to_python() -> Iterator[None]:
                 wrappers.pop(kind, None)
             else:
                 wrappers[kind] = wrapper
-        for owner, name, original in originals:
+        for (owner, name, _), original in zip(_PATCHES, originals, strict=True):
             setattr(owner, name, original)
         symbolic_convert.compare_op_handlers.update(comparisons)
+
+
+@functools.lru_cache(maxsize=2)  # ORTTrainer asks at each step
+def _mended(originals: tuple[Callable[..., Any], ...]) -> list[Callable[..., Any]]:
+    return [make(original) for (*_, make), original in zip(_PATCHES, originals, strict=True)]
+
+
+@functools.lru_cache(maxsize=2)
+def _comparisons(call: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    return {
+        word: types.MethodType(call, BuiltinVariable(function)) for word, function in supported_comparison_ops.items()
+    }
 
 
 def as_declared(graph: fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -309,3 +322,7 @@ _REPLACED: list[tuple[Any, str, Callable[..., Callable[..., Any]]]] = [
     *MENDS,
 ]
 """Functions of Dynamo by their owners, and what makes the one that takes their place."""
+_PATCHES: list[tuple[Any, str, Callable[..., Callable[..., Any]]]] = [
+    *((owner, name, functools.partial(_breaking, why=why)) for owner, name, why in _FAITHLESS),
+    *_REPLACED,
+]
