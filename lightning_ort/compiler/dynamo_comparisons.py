@@ -11,35 +11,48 @@ import datetime
 import decimal
 import functools
 import operator
+import pathlib
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 # Private: guards have no public name.
+from torch._dynamo.exc import unimplemented
 from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
 from torch._dynamo.source import AttrSource
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import ConstantVariable, builtin, object_protocol
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.functions import BaseUserFunctionVariable, UserMethodVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
+from torch._dynamo.variables.lists import BaseListVariable
+from torch._dynamo.variables.sets import SetVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
 
-__all__ = ["COMPARISONS", "comparing", "is_value", "known"]
+__all__ = ["COMPARISONS", "comparing", "is_value", "known", "leave_to_python", "of_numpy"]
 
 
 def _guarding_identity(compare: Callable[..., Any]) -> Callable[..., Any]:
     """``a is b`` may be otherwise another time."""
 
     def vt_identity_compare(left: Any, right: Any) -> Any:
-        answer = compare(left, right)
+        answer = _one_container(known(left), known(right)) or compare(left, right)
         if answer is not None:
             _guard_identity(left, right, answer.as_python_constant())
         return answer
 
     return vt_identity_compare
+
+
+def _one_container(left: Any, right: Any) -> Any:
+    """Dynamo tells containers apart that it has met by two names, if they cannot be changed or lie in such ones."""
+    if not all(isinstance(side, (BaseListVariable, SetVariable)) and side.source is not None for side in (left, right)):
+        return None
+    resolve = InstructionTranslator.current_tx().output.resolve_source_value
+    return ConstantVariable(True) if resolve(left.source) is resolve(right.source) else None
 
 
 def comparing(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,6 +126,16 @@ def known(variable: Any) -> Any:
     return variable.realize() if isinstance(variable, LazyVariableTracker) else variable
 
 
+def of_numpy(variable: Any) -> type | None:
+    """Which of NumPy's numbers a variable is marked as."""
+    return getattr(known(variable), "of_numpy", None)
+
+
+def leave_to_python(reason: str) -> NoReturn:
+    """Break the graph."""
+    unimplemented(gb_type="left to Python", context="", explanation=f"{reason} is left to Python.", hints=[])
+
+
 def _peek(variable: Any) -> Any:
     """The value of a variable, if it is known without a guard."""
     if isinstance(variable, LazyVariableTracker) and not variable.is_realized():
@@ -159,12 +182,42 @@ def _guarding_keys(hashed: Callable[..., Any]) -> Callable[..., Any]:
 
     def hash_impl(self: Any, tx: Any) -> Any:
         result = hashed(self, tx)
-        if type(self.value).__hash__ is object.__hash__ and self.source is not None:
+        if self.source is not None and isinstance(self.value, types.MethodType):
+            for part in ("__func__", "__self__"):
+                install_guard(AttrSource(self.source, part).make_guard(GuardBuilder.ID_MATCH))
+        elif self.source is not None and type(self.value).__hash__ is object.__hash__:
             install_guard(self.source.make_guard(GuardBuilder.ID_MATCH))
         _guard_value(self)
         return result
 
     return hash_impl
+
+
+def _guarding_identity_of_keys(hashed: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for tensors."""
+
+    def hash_impl(self: Any, tx: Any) -> Any:
+        if self.source is not None:
+            install_guard(self.source.make_guard(GuardBuilder.ID_MATCH))
+        return hashed(self, tx)
+
+    return hash_impl
+
+
+def _comparing_keys(compare: Callable[..., bool]) -> Callable[..., bool]:
+    """Dynamo finds keys again that are the same object, where Python asks whether they are equal."""
+
+    def is_python_equal(self: Any, other: Any) -> bool:
+        ours, theirs = self.value, getattr(known(other), "value", None)
+        by_value = (*_VALUES, types.MethodType)
+        if isinstance(ours, by_value) and isinstance(theirs, by_value):
+            return bool(ours == theirs)
+        is_equal = compare(self, other)
+        if not is_equal and isinstance(type(ours).__eq__, types.FunctionType) and theirs is not None:
+            leave_to_python("a key that is compared by its own __eq__")
+        return is_equal
+
+    return is_python_equal
 
 
 def _guarding_values(compare: Callable[..., Any]) -> Callable[..., Any]:
@@ -178,7 +231,7 @@ def _guarding_values(compare: Callable[..., Any]) -> Callable[..., Any]:
     return richcompare_impl
 
 
-_VALUES = (datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, decimal.Decimal)
+_VALUES = (datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, decimal.Decimal, pathlib.PurePath)
 
 
 def _guard_value(variable: Any) -> None:
@@ -197,6 +250,8 @@ def is_value(guards: GuardBuilder, guard: Any, value: Any) -> None:
 
 COMPARISONS: list[tuple[Any, str, Callable[..., Callable[..., Any]]]] = [
     (UserDefinedObjectVariable, "hash_impl", _guarding_keys),
+    (TensorVariable, "hash_impl", _guarding_identity_of_keys),
+    (UserDefinedObjectVariable, "is_python_equal", _comparing_keys),
     (UserDefinedObjectVariable, "richcompare_impl", _guarding_values),
     (UserDefinedObjectVariable, "tp_richcompare_impl", _guarding_values),  # its name from torch 2.14 on
     *((owner, "vt_identity_compare", _guarding_identity) for owner in (builtin, object_protocol)),

@@ -5,7 +5,7 @@ the graph of another one. They get guards here:
 
 * objects that are read by a global name first and by an attribute then, such as a member of an ``Enum`` that chooses
   from a dictionary;
-* what is compared, in :mod:`.dynamo_comparisons`;
+* what is compared, in :mod:`.dynamo_comparisons`, what is in containers and texts, in :mod:`.dynamo_contents`;
 * attributes and entries that were found missing, as by ``try: ... except AttributeError``, also of functions;
 * methods of classes, which may be replaced by others, and what ``isinstance`` says of a ``Protocol``;
 * what ``os.getenv`` finds;
@@ -43,6 +43,7 @@ from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
 
 from lightning_ort.compiler.dynamo_comparisons import COMPARISONS, known
+from lightning_ort.compiler.dynamo_contents import CONTENTS
 from lightning_ort.compiler.global_state import forget_frames
 
 __all__ = ["MENDS"]
@@ -266,6 +267,7 @@ def _unmeasured(measure: Callable[..., float]) -> Callable[..., float]:
 
 _ALL: list[tuple[Any, str, Callable[..., Callable[..., Any]]]] = [
     *COMPARISONS,
+    *CONTENTS,
     (builder, "make_dupe_guard", _guarding_both),
     (LazyVariableTracker, "is_hashable_lazy", _looked_at),
     (convert_frame, "format_error_msg", _forgetting),

@@ -17,7 +17,7 @@ import functools
 import operator
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from torch import fx
 
 # Private: Dynamo has no public way to leave a type to Python.
 from torch._dynamo import symbolic_convert
-from torch._dynamo.exc import unimplemented
 from torch._dynamo.guards import install_guard
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import RandomValueSource, TensorPropertySource
@@ -40,7 +39,8 @@ from torch._dynamo.variables.tensor import SymNodeVariable, supported_comparison
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedTupleVariable
 
-from lightning_ort.compiler.dynamo_comparisons import comparing, is_value, known
+from lightning_ort.compiler.dynamo_comparisons import comparing, is_value, known, leave_to_python, of_numpy
+from lightning_ort.compiler.dynamo_contents import writing
 from lightning_ort.compiler.dynamo_mends import MENDS
 from lightning_ort.compiler.dynamo_words import source_of
 
@@ -170,11 +170,6 @@ def _of_numpy(number: Any, kind: type = np.float64) -> Any:
     return number
 
 
-def _numpys(value: Any) -> type | None:
-    """What :func:`_of_numpy` has marked a variable with."""
-    return getattr(known(value), "of_numpy", None)
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(known(value), (ConstantVariable, SymNodeVariable))
 
@@ -184,15 +179,15 @@ def _marking(call: Callable[..., Any]) -> Callable[..., Any]:
 
     def method(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if self.fn in _ARITHMETIC and all(map(_is_number, args)):
-            kinds = set(map(_numpys, args))
+            kinds = set(map(of_numpy, args))
             if self.fn is operator.invert or kinds != {None}:
                 truths = all(a.python_type() is bool for a in args) and (None not in kinds or len(args) == 1)
                 if truths or not kinds <= {np.float64, None}:
-                    _break(f"{self.fn.__name__} of a number of NumPy's")
+                    leave_to_python(f"{self.fn.__name__} of a number of NumPy's")
                 result = call(self, tx, args, kwargs)
                 return _of_numpy(result) if _is_number(result) else result
         if self.fn in _TELLING and (reason := _tells(self, tx, args)):
-            _break(reason)
+            leave_to_python(reason)
         return call(self, tx, args, kwargs)
 
     return method
@@ -205,7 +200,7 @@ def _making_tensors(call: Callable[..., Any]) -> Callable[..., Any]:
         if self.value in _TENSORS and "dtype" not in kwargs:
             kinds = {kind for data in args for kind in _kinds_in(data)}
             if not kinds <= {np.float64, None}:
-                _break(f"torch.{self.value.__name__} of a number of NumPy's")
+                leave_to_python(f"torch.{self.value.__name__} of a number of NumPy's")
             if np.float64 in kinds:
                 kwargs = {**kwargs, "dtype": ConstantVariable.create(torch.float64)}
         return call(self, tx, args, kwargs)
@@ -219,8 +214,8 @@ def _kinds_in(data: Any) -> Iterator[type | None]:
     if isinstance(there, BaseListVariable):
         for item in there.items:
             yield from _kinds_in(item)
-    elif _is_number(there) and (there.python_type() is float or _numpys(there) is not np.float64):
-        yield _numpys(there)
+    elif _is_number(there) and (there.python_type() is float or of_numpy(there) is not np.float64):
+        yield of_numpy(there)
 
 
 def _breaking(original: Callable[..., Any], why: Callable[..., str | None]) -> Callable[..., Any]:
@@ -229,14 +224,10 @@ def _breaking(original: Callable[..., Any], why: Callable[..., str | None]) -> C
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         reason = why(self, *args)
         if reason is not None:
-            _break(reason)
+            leave_to_python(reason)
         return original(self, *args, **kwargs)
 
     return method
-
-
-def _break(reason: str) -> NoReturn:
-    unimplemented(gb_type="left to Python", context="", explanation=f"{reason} is left to Python.", hints=[])
 
 
 def _call_numpy(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -247,7 +238,7 @@ def _call_numpy(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> 
             result = self.value(*(a.as_python_constant() for a in given))
             if isinstance(result, (np.float64, np.int64, np.bool_)):
                 return _of_numpy(ConstantVariable.create(result.item()))
-    _break(f"np.{self.value.__name__}")
+    leave_to_python(f"np.{self.value.__name__}")
 
 
 def _begun(begin: Callable[..., None]) -> Callable[..., None]:
@@ -287,7 +278,7 @@ def _class_changes(effects: Any, owner: Any, *_: Any) -> str | None:
 
 def _tells(function: Any, tx: Any, args: Any, *_: Any) -> str | None:
     """It is no number of Python's, which ``hasattr`` and the like would say of what stands for it."""
-    is_numpys = args and _is_number(args[0]) and _numpys(args[0]) is not None
+    is_numpys = args and _is_number(args[0]) and of_numpy(args[0]) is not None
     return f"{function.fn.__name__} of a number of NumPy's" if is_numpys else None
 
 
@@ -316,7 +307,7 @@ _FAITHLESS: list[tuple[type, str, Callable[..., str | None]]] = [
 """Methods of Dynamo, and what says whether a call of one is to be a graph break, by the call's arguments."""
 _REPLACED: list[tuple[Any, str, Callable[..., Callable[..., Any]]]] = [
     (NumpyVariable, "call_function", lambda original: _call_numpy),
-    (BuiltinVariable, "call_function", lambda original: _marking(comparing(original))),
+    (BuiltinVariable, "call_function", lambda original: _marking(writing(comparing(original)))),
     (TorchInGraphFunctionVariable, "call_function", _making_tensors),
     (UserDefinedTupleVariable, "__init__", _begun),
     *MENDS,

@@ -1,0 +1,191 @@
+"""What Dynamo reads of containers, and writes into texts, without a guard; see :mod:`.dynamo_mends`.
+
+* the keys of a dictionary and their order, and a range that is unpacked as arguments;
+* texts, by ``str``, ``repr``, ``format``, ``%`` and f-strings, of objects, classes and numbers that change.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+# Private: guards have no public name.
+from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
+from torch._dynamo.symbolic_convert import (
+    InliningGeneratorInstructionTranslator,
+    InliningInstructionTranslator,
+    InstructionTranslator,
+    InstructionTranslatorBase,
+)
+from torch._dynamo.variables import ConstantVariable, builtin, object_protocol
+from torch._dynamo.variables.dicts import ConstDictVariable
+from torch._dynamo.variables.functions import BaseUserFunctionVariable
+from torch._dynamo.variables.lazy import LazySymNodeFormatString, LazyVariableTracker
+from torch._dynamo.variables.lists import BaseListVariable, ListVariable, RangeVariable, TupleVariable
+from torch._dynamo.variables.misc import NumpyVariable
+from torch._dynamo.variables.tensor import NumpyNdarrayVariable, SymNodeVariable
+from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
+
+from lightning_ort.compiler.dynamo_comparisons import known, leave_to_python, of_numpy
+
+__all__ = ["CONTENTS", "writing"]
+
+
+def _guarding_order(install: Callable[..., None]) -> Callable[..., None]:
+    """Whoever asks for all keys gets them in their order."""
+
+    def install_dict_keys_match_guard(self: Any) -> None:
+        install(self)
+        if self.source:
+            InstructionTranslator.current_tx().output.guard_on_key_order.add(self.source)
+
+    return install_dict_keys_match_guard
+
+
+def _guarding_keys_of_constants(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """A dictionary of constants as one, such as the empty one whose truth is asked."""
+
+    def as_python_constant(self: Any) -> Any:
+        constant = convert(self)
+        self.install_dict_keys_match_guard()
+        return constant
+
+    return as_python_constant
+
+
+def _guarding_what_is_listed(call: Callable[..., Any]) -> Callable[..., Any]:
+    """``list(keys)``, ``[*keys]`` and ``names.extend(keys)`` of a dictionary."""
+
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name == "extend" and len(args) == 1 and isinstance(there := known(args[0]), ConstDictVariable):
+            there.install_dict_keys_match_guard()
+        return call(self, tx, name, args, kwargs)
+
+    return call_method
+
+
+def _unpacking_range(call: Callable[..., None]) -> Callable[..., None]:
+    """``function(*steps)`` of a range, which Dynamo takes for the three numbers that it is made of."""
+
+    def call_function_ex(self: Any, instruction: Any) -> None:
+        for i, variable in enumerate(self.stack[-2:], max(0, len(self.stack) - 2)):
+            if isinstance(there := known(variable), RangeVariable):
+                self.stack[i] = TupleVariable(there.unpack_var_sequence(self))
+        call(self, instruction)
+
+    return call_function_ex
+
+
+def _guarding_text(write: Callable[..., Any]) -> Callable[..., Any]:
+    """``str`` and ``repr``."""
+
+    def generic(tx: Any, variable: Any) -> Any:
+        _watch_text(known(variable))
+        return write(tx, variable)
+
+    return generic
+
+
+def _formatting(write: Callable[..., None]) -> Callable[..., None]:
+    """``f"{number}"`` of a number that changes, for which Dynamo has that number, and no text."""
+
+    def format_value(self: Any, specification: Any, flags: int) -> None:
+        number = known(self.stack[-1])
+        if of_numpy(number) is not None:
+            _watch_text(number)
+        if not isinstance(number, SymNodeVariable):
+            write(self, specification, flags)
+        else:
+            self.pop()
+            self.push(LazyVariableTracker.create(LazySymNodeFormatString(number, specification), source=None))
+
+    return format_value
+
+
+def writing(call: Callable[..., Any]) -> Callable[..., Any]:
+    """``text % values``, ``text.format(...)``, ``format`` and f-strings write what is known when a graph is made."""
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.fn in (str.format, format) or (self.fn in _MODULO and _is_text(args[0])):
+            template, *values = args
+            args = [template, *map(_written, values)]
+            kwargs = {name: _written(value) for name, value in kwargs.items()}
+        elif self.fn in (str, repr, ascii) and len(args) == 1:
+            _watch_text(known(args[0]))
+        return call(self, tx, args, kwargs)
+
+    return call_function
+
+
+_MODULO = (operator.mod, operator.imod)
+
+
+def _is_text(variable: Any) -> bool:
+    there = known(variable)
+    return isinstance(there, ConstantVariable) and isinstance(there.value, str)
+
+
+def _written(variable: Any) -> Any:
+    """``variable`` with the numbers that it has now, and with guards for what else its text depends on."""
+    there = known(variable)
+    if type(there) is TupleVariable:
+        return TupleVariable([_written(item) for item in there.items])
+    if isinstance(there, SymNodeVariable) and of_numpy(there) is None:
+        return ConstantVariable(there.evaluate_expr())
+    _watch_text(there)
+    return there
+
+
+def _watch_text(there: Any) -> None:
+    if of_numpy(there) is not None or isinstance(there, (NumpyNdarrayVariable, NumpyVariable)):
+        leave_to_python("the text of an array or of a number of NumPy's")
+    if isinstance(there, BaseListVariable):
+        for item in map(known, there.items):
+            if isinstance(item, SymNodeVariable):
+                item.evaluate_expr()  # which guards it
+            _watch_text(item)
+    elif isinstance(there, ConstDictVariable):
+        there.install_dict_keys_match_guard()
+    elif there.source is not None and isinstance(there, (UserDefinedClassVariable, BaseUserFunctionVariable)):
+        install_guard(there.source.make_guard(GuardBuilder.ID_MATCH))
+    elif there.source is not None and isinstance(there, UserDefinedObjectVariable):
+        texts = str(there.value), repr(there.value)
+        install_guard(there.source.make_guard(functools.partial(_has_texts, texts=texts)))
+
+
+def _has_texts(guards: GuardBuilder, guard: Any, texts: tuple[str, str]) -> None:
+    words = get_verbose_code_parts(f"str({guards.arg_ref(guard)}) == {texts[0]!r}", guard)
+    guards.get_guard_manager(guard).add_lambda_guard(
+        lambda now: (str(now), repr(now)) == texts, words, guard.user_stack
+    )
+
+
+class _Instructions:
+    """Has what translates an instruction of Python's under its name, in the tables of all kinds of functions."""
+
+    _kinds = (InstructionTranslator, InliningInstructionTranslator, InliningGeneratorInstructionTranslator)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._kinds[0].dispatch_table[dis.opmap[name]]
+
+    def __setattr__(self, name: str, function: Callable[..., None]) -> None:
+        for kind in self._kinds:
+            kind.dispatch_table[dis.opmap[name]] = function
+
+
+CONTENTS: list[tuple[Any, str, Callable[..., Callable[..., Any]]]] = [
+    (ConstDictVariable, "install_dict_keys_match_guard", _guarding_order),
+    (ConstDictVariable, "as_python_constant", _guarding_keys_of_constants),
+    (ListVariable, "call_method", _guarding_what_is_listed),
+    (InstructionTranslatorBase, "_format_value", _formatting),
+    (_Instructions(), "CALL_FUNCTION_EX", _unpacking_range),
+    *(
+        (owner, name, _guarding_text)
+        for owner in (builtin, object_protocol)
+        for name in ("generic_str", "generic_repr")
+    ),
+]
+"""Functions of Dynamo by their owners, and what makes the one that takes their place."""
