@@ -22,13 +22,10 @@ import torch
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
 from torch._dynamo.source import AttrSource
-from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import ConstantVariable, builtin, object_protocol
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.functions import BaseUserFunctionVariable, UserMethodVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
-from torch._dynamo.variables.lists import BaseListVariable
-from torch._dynamo.variables.sets import SetVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
 
@@ -39,20 +36,12 @@ def _guarding_identity(compare: Callable[..., Any]) -> Callable[..., Any]:
     """``a is b`` may be otherwise another time."""
 
     def vt_identity_compare(left: Any, right: Any) -> Any:
-        answer = _one_container(known(left), known(right)) or compare(left, right)
+        answer = compare(left, right)
         if answer is not None:
             _guard_identity(left, right, answer.as_python_constant())
         return answer
 
     return vt_identity_compare
-
-
-def _one_container(left: Any, right: Any) -> Any:
-    """Dynamo tells containers apart that it has met by two names, if they cannot be changed or lie in such ones."""
-    if not all(isinstance(side, (BaseListVariable, SetVariable)) and side.source is not None for side in (left, right)):
-        return None
-    resolve = InstructionTranslator.current_tx().output.resolve_source_value
-    return ConstantVariable(True) if resolve(left.source) is resolve(right.source) else None
 
 
 def comparing(call: Callable[..., Any]) -> Callable[..., Any]:

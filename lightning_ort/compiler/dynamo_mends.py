@@ -39,6 +39,7 @@ from torch._dynamo.variables.dicts import ConstDictVariable, DunderDictVariable
 from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import PythonModuleVariable
+from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
 
@@ -256,6 +257,12 @@ def _forgetting(describe: Callable[..., str]) -> Callable[..., str]:
     return format_error_msg
 
 
+def _left_as_they_are(change: Callable[..., None]) -> Callable[..., None]:
+    """Dynamo sets ``capturable`` in the groups of an optimizer that a step looks at, and writes it back with what else
+    the step sets there, such as a learning rate; updates are not compiled with steps."""
+    return lambda self, tx: None
+
+
 def _unmeasured(measure: Callable[..., float]) -> Callable[..., float]:
     """How long guards take is measured for logs alone, behind 32 MiB that are written to empty the caches: 20 ms."""
 
@@ -271,6 +278,7 @@ _ALL: list[tuple[Any, str, Callable[..., Callable[..., Any]]]] = [
     (builder, "make_dupe_guard", _guarding_both),
     (LazyVariableTracker, "is_hashable_lazy", _looked_at),
     (convert_frame, "format_error_msg", _forgetting),
+    (OptimizerVariable, "_set_capturable", _left_as_they_are),
     (dynamo_guards, "profile_guard_manager", _unmeasured),
     (UserDefinedObjectVariable, "generic_getattr", _guarding_absence),
     (UserDefinedObjectVariable, "get_source_by_walking_mro", _guarding_methods),

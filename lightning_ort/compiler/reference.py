@@ -113,7 +113,8 @@ def _evaluate(
             x = x.detach()
             if dtype and x.is_floating_point():
                 x = x.to(dtype)
-            x = x.clone() if i not in wanted or i in changed else x
+            # one that was made in inference mode, such as a copied weight, can require no gradient
+            x = x.clone() if i not in wanted or i in changed or x.is_inference() else x
             x.requires_grad_(i in wanted)
         local.append(x)
     converted = contextlib.nullcontext() if dtype is None else _ConversionsTo(dtype)

@@ -22,6 +22,7 @@ from torch._dynamo.comptime import ComptimeContext, comptime
 from torch._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torchmetrics import Metric, MetricCollection
+from torchmetrics.wrappers import BootStrapper
 
 from lightning_ort.compiler.user_errors import Frames, behind, frames_in
 from lightning_ort.lightning_packages import package_of
@@ -94,6 +95,23 @@ def _never_compiled_alone(function: _Function) -> _Function:
     """
     set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
     return function
+
+
+_DEVICES = ("cpu", "cuda")
+
+
+def _autocast() -> list[tuple[bool, torch.dtype]]:
+    """The state of autocast, which a metric computes under."""
+    return [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _DEVICES]
+
+
+@contextlib.contextmanager
+def _as_it_was(autocast: list[tuple[bool, torch.dtype]]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for device, then, now in zip(_DEVICES, autocast, _autocast(), strict=True):
+            if then != now and (then[0] or now[0]):
+                stack.enter_context(torch.autocast(device, enabled=then[0], dtype=then[1]))
+        yield
 
 
 class LogRecorder:
@@ -195,12 +213,15 @@ class LogRecorder:
         method = self._updates[key] = metric.update
         now = torch.compiler.disable(self.after_what_came_before(method), reason="metrics are plain Python")
 
+        if any(isinstance(part, BootStrapper) for part in metric.modules()):
+            return now  # it draws random numbers, which are the step's own to order
+
         @_never_compiled_alone
         def update(*args: Any, **kwargs: Any) -> None:
             if self._collecting and _can_wait(args) and _can_wait(kwargs):
                 place = f"{self._token} update {key}"
                 comptime(_note_place, _note_place_uncompiled)
-                self._calls.append(("update", key, None, _snapshot(args), _snapshot(kwargs), place))
+                self._calls.append(("update", key, _autocast(), _snapshot(args), _snapshot(kwargs), place))
             else:
                 now(*args, **kwargs)
 
@@ -225,7 +246,8 @@ class LogRecorder:
         elif kind == "log_dict":
             self._log_dict(value, *args, **kwargs)
         else:
-            self._updates[key](*args, **kwargs)
+            with _as_it_was(value):
+                self._updates[key](*args, **kwargs)
 
     def discard(self) -> None:
         """Forget what was collected, after a step that failed."""

@@ -41,6 +41,9 @@ _BACKWARD = [
     *[kind.backward for kind in everywhere("plugins.precision:Precision")],
     *[kind.backward for kind in everywhere("core.module:LightningModule")],
 ]
+_LIGHTNINGS = {
+    name: [getattr(kind, name) for kind in everywhere("core.module:LightningModule")] for name in ("log", "log_dict")
+}
 _METRIC_METHODS = ("forward", "compute", "reset", "clone")
 
 
@@ -63,7 +66,7 @@ class CompiledSteps(CompiledMethods):
         own: Namespace = {
             name: torch.compiler.disable(getattr(module, name), reason=f"{name} is plain Python") for name in _OUTSIDE
         }
-        own |= {"log": self._recorder.log, "log_dict": self._recorder.log_dict}
+        own |= self._logging(module)
         self._uncompiled = _uncompiled(module)
         own |= self._uncompiled
         own["__deepcopy__"] = _deepcopy_without(own, module, self._recorder)
@@ -76,6 +79,15 @@ class CompiledSteps(CompiledMethods):
         self._optimizer_patches: dict[int, tuple[Any, Namespace]] = {}
         self._turns: dict[str, Turns | None] = {}
         self._undecided: Turns | None = None  # those of the latest call
+
+    def _logging(self, module: pl.LightningModule) -> Namespace:
+        """What collects, in the place of Lightning's methods, and those of the user's own at once and in order."""
+        names = ("log", "log_dict")
+        if all(getattr(type(module), name) in _LIGHTNINGS[name] for name in names):
+            return {"log": self._recorder.log, "log_dict": self._recorder.log_dict}
+        why = "the module has a method log or log_dict of its own"
+        now = self._recorder.after_what_came_before
+        return {name: torch.compiler.disable(now(getattr(module, name)), reason=why) for name in names}
 
     @override
     def __call__(self, name: str, *args: Any, **kwargs: Any) -> Any:

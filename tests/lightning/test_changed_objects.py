@@ -140,6 +140,9 @@ CHOICES = {
     "another dictionary": ([WEIGHTS, {**WEIGHTS}], lambda m: 1.0 if WEIGHTS is not m.chosen else 0.25),
     "equal object": ([FIRST, SECOND], lambda m: 1.0 if m.chosen == FIRST else 0.25),
     "tensor": ([TENSOR, torch.ones(3)], lambda m: (TENSOR * m.chosen).sum()),
+    "listed keys": ([{"a": 1}, {"b": 1}], lambda m: 1.0 if list(m.chosen)[0] == "a" else 0.25),
+    "order of keys": ([{"a": 1, "b": 2}, {"b": 2, "a": 1}], lambda m: 1.0 if [*m.chosen][0] == "a" else 0.25),
+    "text": ([FIRST, SECOND], lambda m: 1.0 if str(m.chosen) == str(FIRST) else 0.25),
     "kind": ([FIRST, SECOND], lambda m: 1.0 if isinstance(m.chosen, Light) else 0.25),
     "bound method": ([TOOL.inherited, TOOL.as_well], lambda m: 1.0 if m.chosen == TOOL.inherited else 0.25),
     "method of another": ([TOOL.inherited, Tool().inherited], lambda m: 1.0 if m.chosen != TOOL.inherited else 0.25),
@@ -189,6 +192,7 @@ VALUES = {
     "is True": ([1, 2], lambda m: 0.25 if (m.chosen > 1) is True else 1.0),
     "sentinel": ([object(), Plain], lambda m: 1.0 if m.chosen is SENTINELS[0] else 0.25),
     "date": ([datetime.date(2020, 1, 1), datetime.date(2020, 9, 1)], lambda m: 1.0 if m.chosen < DAY else 0.25),
+    "text of a number": ([1, 2], lambda m: 0.25 if f"{m.chosen}" == "2" else 1.0),
     "object in a set": ([FIRST, SECOND], lambda m: 1.0 if m.chosen in CHOSEN else 0.25),
     "tensor": ([TENSOR, TENSOR.clone()], lambda m: 1.0 if m.chosen is TENSOR else 0.25),
 }
