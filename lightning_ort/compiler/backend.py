@@ -14,7 +14,7 @@ from lightning_ort.compiler.checkpointing import as_in_eager
 from lightning_ort.compiler.contest import measures
 from lightning_ort.compiler.dynamo_words import source_line
 from lightning_ort.compiler.executors.executable import Account, timed_in_torch
-from lightning_ort.compiler.functional_graph import Untraceable
+from lightning_ort.compiler.functional_graph import Untraceable, bracket_bases
 from lightning_ort.compiler.global_state import forget_frames, leaving_grad_mode
 from lightning_ort.compiler.handlers import LeftToPython, handled_call
 from lightning_ort.compiler.kept import in_torch
@@ -77,6 +77,7 @@ class ORTBackend:
         require_onnxruntime()
         if not any(n.op.startswith("call") for n in graph.graph.nodes):
             return graph.forward
+        bracket_bases(graph)
         try:
             handled = handled_call(graph) if self.may_leave() else None
             if handled is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
+import operator
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,6 +30,7 @@ from lightning_ort.compiler.decompositions.registry import composites
 __all__ = [
     "TRACED_KEYS",
     "Untraceable",
+    "bracket_bases",
     "functional_graph",
     "is_named_in_place",
     "knowing",
@@ -212,7 +215,29 @@ def _graph(
             ) from error
     # make_fx keeps the nested signature in its code generator; the graph is used flat from here on
     module.graph.set_codegen(fx.graph.CodeGen())
+    bracket_bases(module)
     return module
+
+
+def bracket_bases(module: fx.GraphModule) -> None:
+    """Have negative bases of powers computed on a line of their own.
+
+    torch.fx writes ``pow(-1, k)`` as ``-1 ** k``, which Python reads as ``-(1 ** k)``.
+    """
+    for part in [p for p in module.modules() if isinstance(p, fx.GraphModule)]:
+        powers = [n for n in part.graph.find_nodes(op="call_function", target=operator.pow) if _is_negative(n.args[0])]
+        for power in powers:
+            value, exponent = power.args
+            with part.graph.inserting_before(power):
+                base = part.graph.call_function(operator.neg, (-value,))
+            base.meta = {name: value for name in ("example_value", "val") if name in power.meta}
+            power.args = (base, exponent)
+        if powers:
+            part.recompile()
+
+
+def _is_negative(base: Any) -> bool:
+    return isinstance(base, (int, float)) and math.copysign(1.0, base) < 0
 
 
 @contextlib.contextmanager

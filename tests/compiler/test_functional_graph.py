@@ -80,3 +80,28 @@ def test_long_chains_of_sizes():
     for n in (3, 5):
         x = torch.randn(n, dtype=torch.float64)
         torch.testing.assert_close(compiled(x), grown(x))
+
+
+POWERS = {
+    "tensor": lambda x: (-1) ** torch.arange(4) * x,
+    "numbers": lambda x: (-2.0) ** torch.arange(4.0) * x,
+    "size": lambda x: (-1) ** x.shape[0] * x,
+    "zero": lambda x: 1 / (-0.0) ** x.abs().ceil() * x,
+    "left to torch": lambda x: torch.bernoulli(torch.ones(4)) * (-1) ** torch.arange(4) * x,
+}
+
+
+@pytest.mark.parametrize("placement", ["onnxruntime", "torch", "fastest"])
+@pytest.mark.parametrize("name", POWERS)
+def test_powers_of_negative_numbers(name, placement):
+    """torch.fx writes ``pow(-1, k)`` as ``-1 ** k``, which is something else."""
+    step = POWERS[name]
+    compiled = torch.compile(step, backend="lightning_ort", options={"placement": placement})
+    for rows in (2, 3, 4, 5):
+        x = torch.randn(rows, 4, requires_grad=True)
+        y = x.detach().clone().requires_grad_()
+        expected, found = step(x), compiled(y)
+        torch.testing.assert_close(found, expected)
+        expected.sum().backward()
+        found.sum().backward()
+        torch.testing.assert_close(y.grad, x.grad, equal_nan=True)

@@ -1,4 +1,4 @@
-"""What a step says to metrics, to its optimizers and to itself in the middle, where the order or the surroundings count."""
+"""What a step says to metrics, to its optimizers and to itself, where the order or the surroundings count."""
 
 from __future__ import annotations
 
