@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-__all__ = ["CHANGES", "check"]
+__all__ = ["CHANGES", "check", "search"]
 
 
 class Network(nn.Module):
@@ -262,9 +262,9 @@ def check(seed: int, length: int = 6) -> str | None:
     return None
 
 
-def main() -> None:
-    """Make sequences for a time, and exit with 1 if any failed."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def search(check: Callable[[int], str | None], things: str, description: str | None) -> None:
+    """Check what follows from one seed after another for a time, and exit with 1 if anything failed."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--first", type=int, default=1_000, help="first seed")
     options = parser.parse_args()
@@ -277,9 +277,9 @@ def main() -> None:
             failed += 1
             print(failure, flush=True)
         seed += 1
-    print(f"{seed - options.first} sequences, {failed} failed")
+    print(f"{seed - options.first} {things}, {failed} failed")
     raise SystemExit(failed > 0)
 
 
 if __name__ == "__main__":
-    main()
+    search(check, "sequences", __doc__)

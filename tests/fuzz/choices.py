@@ -7,7 +7,6 @@ tested, and what makes up for it.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import copy
 import dataclasses
@@ -19,7 +18,6 @@ import logging
 import math
 import pathlib
 import random
-import time
 import types
 import warnings
 from collections.abc import Callable
@@ -32,7 +30,9 @@ from torch import nn
 from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS
 from lightning_ort.compiler.plain_values import left_to_python
 
-__all__ = ["PLACES", "QUESTIONS", "VALUES", "check"]
+from .changes import search
+
+__all__ = ["PLACES", "QUESTIONS", "VALUES", "check", "draw"]
 
 
 class Phase(enum.Enum):
@@ -357,26 +357,14 @@ def check(value: str, question: str, place: str) -> str | None:
     return None
 
 
-def main() -> None:
-    """Draw combinations for a time, and exit with 1 if any failed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--first", type=int, default=1_000, help="first seed")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.getLogger("torch._dynamo").setLevel(logging.CRITICAL)
-    until, rng, count, failed = time.monotonic() + options.seconds, random.Random(options.first), 0, 0
-    with torch._dynamo.config.patch(DYNAMO_SETTINGS), left_to_python():
-        while time.monotonic() < until:
-            failure = check(*(rng.choice(list(kinds)) for kinds in (VALUES, QUESTIONS, PLACES)))
-            count += 1
-            if failure is not None:
-                failed += 1
-                print(failure, flush=True)
-    print(f"{count} combinations, {failed} failed")
-    raise SystemExit(failed > 0)
+def draw(seed: int) -> str | None:
+    """Check a random combination."""
+    rng = random.Random(seed)
+    return check(*(rng.choice(list(kinds)) for kinds in (VALUES, QUESTIONS, PLACES)))
 
 
 if __name__ == "__main__":
-    main()
+    warnings.simplefilter("ignore")
+    logging.getLogger("torch._dynamo").setLevel(logging.CRITICAL)
+    with torch._dynamo.config.patch(DYNAMO_SETTINGS), left_to_python():
+        search(draw, "combinations", __doc__)
