@@ -137,7 +137,7 @@ def _may_change(kind: type, name: str) -> bool:
 
 
 def _guarding_names(lookup: Callable[..., Any], always: bool = True) -> Callable[..., Any]:
-    """The same for modules of Python and functions, asked by ``hasattr``, or for the attribute itself."""
+    """Names that a module of Python, or a function, has or has not, asked by ``hasattr`` or for the attribute itself."""
 
     def method(self: Any, tx: Any, name: str) -> Any:
         if self.source is not None and (always or not hasattr(self.value, name)):
@@ -148,6 +148,8 @@ def _guarding_names(lookup: Callable[..., Any], always: bool = True) -> Callable
 
 
 def _guarding_attributes_of_functions(lookup: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, for an attribute that a function has not."""
+
     def fn_var_getattr(tx: Any, function: Any, source: Any, name: str) -> Any:
         try:
             return lookup(tx, function, source, name)
