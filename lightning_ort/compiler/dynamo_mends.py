@@ -137,7 +137,7 @@ def _may_change(kind: type, name: str) -> bool:
 
 
 def _guarding_names(lookup: Callable[..., Any], always: bool = True) -> Callable[..., Any]:
-    """Names that a module of Python, or a function, has or has not, asked by ``hasattr`` or for the attribute itself."""
+    """Names that a module of Python or a function has, or has not, asked by ``hasattr`` or for the attribute."""
 
     def method(self: Any, tx: Any, name: str) -> Any:
         if self.source is not None and (always or not hasattr(self.value, name)):
