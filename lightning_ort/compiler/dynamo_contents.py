@@ -106,7 +106,10 @@ def _formatting(write: Callable[..., None]) -> Callable[..., None]:
 
 
 def writing(call: Callable[..., Any]) -> Callable[..., Any]:
-    """``text % values``, ``text.format(...)``, ``format`` and f-strings write what is known when a graph is made."""
+    """``text % values``, ``text.format(...)``, ``format`` and f-strings write what is known when a graph is made.
+
+    And so says ``not`` of a dictionary whether it is empty.
+    """
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if self.fn in (str.format, format) or (self.fn in _MODULO and _is_text(args[0])):
@@ -115,6 +118,8 @@ def writing(call: Callable[..., Any]) -> Callable[..., Any]:
             kwargs = {name: _written(value) for name, value in kwargs.items()}
         elif self.fn in (str, repr, ascii) and len(args) == 1:
             _watch_text(known(args[0]))
+        elif self.fn is operator.not_ and isinstance(there := known(args[0]), ConstDictVariable):
+            there.install_dict_keys_match_guard()
         return call(self, tx, args, kwargs)
 
     return call_function

@@ -21,6 +21,7 @@ FOUND = [
     ("object", "text"), ("frozen", "text"), ("class", "text"), ("point", "repr"), ("layers", "text"), ("array", "text"),
     ("date", "in a set"), ("path", "a key"), ("sized", "in a dict"), ("method", "a part of a key"), ("method", "equal"),
     ("tensor", "in a dict"), ("parameter", "a part of a key"), ("np.float32", "repr"),
+    ("emptied keys", "not"),
 ]  # fmt: skip
 
 
