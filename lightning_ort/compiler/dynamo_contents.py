@@ -20,7 +20,7 @@ from torch._dynamo.symbolic_convert import (
     InstructionTranslator,
     InstructionTranslatorBase,
 )
-from torch._dynamo.variables import ConstantVariable, builtin, object_protocol
+from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.functions import BaseUserFunctionVariable
 from torch._dynamo.variables.lazy import LazySymNodeFormatString, LazyVariableTracker
@@ -77,16 +77,6 @@ def _unpacking_range(call: Callable[..., None]) -> Callable[..., None]:
         call(self, instruction)
 
     return call_function_ex
-
-
-def _guarding_text(write: Callable[..., Any]) -> Callable[..., Any]:
-    """``str`` and ``repr``."""
-
-    def generic(tx: Any, variable: Any) -> Any:
-        _watch_text(known(variable))
-        return write(tx, variable)
-
-    return generic
 
 
 def _formatting(write: Callable[..., None]) -> Callable[..., None]:
@@ -147,13 +137,15 @@ def _written(variable: Any) -> Any:
 def _watch_text(there: Any) -> None:
     if of_numpy(there) is not None or isinstance(there, (NumpyNdarrayVariable, NumpyVariable)):
         leave_to_python("the text of an array or of a number of NumPy's")
-    if isinstance(there, BaseListVariable):
-        for item in map(known, there.items):
-            if isinstance(item, SymNodeVariable):
-                item.evaluate_expr()  # which guards it
-            _watch_text(item)
+    if isinstance(there, SymNodeVariable):
+        there.evaluate_expr()  # which guards it
+    elif isinstance(there, BaseListVariable):
+        for item in there.items:
+            _watch_text(known(item))
     elif isinstance(there, ConstDictVariable):
         there.install_dict_keys_match_guard()
+        for value in there.items.values():
+            _watch_text(known(value))
     elif there.source is not None and isinstance(there, (UserDefinedClassVariable, BaseUserFunctionVariable)):
         install_guard(there.source.make_guard(GuardBuilder.ID_MATCH))
     elif there.source is not None and isinstance(there, UserDefinedObjectVariable):
@@ -187,10 +179,5 @@ CONTENTS: list[tuple[Any, str, Callable[..., Callable[..., Any]]]] = [
     (ListVariable, "call_method", _guarding_what_is_listed),
     (InstructionTranslatorBase, "_format_value", _formatting),
     (_Instructions(), "CALL_FUNCTION_EX", _unpacking_range),
-    *(
-        (owner, name, _guarding_text)
-        for owner in (builtin, object_protocol)
-        for name in ("generic_str", "generic_repr")
-    ),
 ]
 """Functions of Dynamo by their owners, and what makes the one that takes their place."""

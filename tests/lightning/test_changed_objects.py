@@ -141,7 +141,7 @@ CHOICES = {
     "equal object": ([FIRST, SECOND], lambda m: 1.0 if m.chosen == FIRST else 0.25),
     "tensor": ([TENSOR, torch.ones(3)], lambda m: (TENSOR * m.chosen).sum()),
     "listed keys": ([{"a": 1}, {"b": 1}], lambda m: 1.0 if list(m.chosen)[0] == "a" else 0.25),  # noqa: RUF015
-    "order of keys": ([{"a": 1, "b": 2}, {"b": 2, "a": 1}], lambda m: [*m.chosen.values()][0] * 0.25),  # noqa: RUF015
+    "order of keys": ([{"a": 1, "b": 2}, {"b": 2, "a": 1}], lambda m: "ab".index([*m.chosen][0]) + 1),  # noqa: RUF015
     "text": ([FIRST, SECOND], lambda m: 1.0 if str(m.chosen) == str(FIRST) else 0.25),
     "kind": ([FIRST, SECOND], lambda m: 1.0 if isinstance(m.chosen, Light) else 0.25),
     "bound method": ([TOOL.inherited, TOOL.as_well], lambda m: 1.0 if m.chosen == TOOL.inherited else 0.25),
