@@ -83,7 +83,7 @@ test-gpu: TORCH_INDEX :=
 test-gpu: $(GPU)/$(STAMP)
 	$(GPU)/bin/python -m lightning_ort doctor
 	LIGHTNING_ORT_TEST_GPU=1 $(GPU)/bin/python -m pytest -n 0 \
-		tests/test_gpu.py tests/runtime/test_cuda_sessions.py tests/lightning/test_cuda_precision.py tests/lightning/test_accelerator.py $(PYTEST)
+		tests/test_gpu.py tests/runtime/test_cuda_sessions.py tests/lightning/test_cuda_precision.py tests/lightning/test_accelerator.py tests/distributed/test_nccl.py $(PYTEST)
 
 fuzz: $(STOCK)/$(STAMP) $(CPU)/$(STAMP)
 	for build in $(STOCK) $(CPU); do for tester in programs statements operators changes choices files options; do \

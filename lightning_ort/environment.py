@@ -31,11 +31,20 @@ __all__ = [
 
 MINIMUM_VERSION = "1.19"
 
+
+def _folders_of(*packages: str) -> list[str]:
+    """Where packages lie, of those that are installed; they are not imported."""
+    specs = [importlib.util.find_spec(name) for name in packages]
+    return [folder for spec in specs if spec is not None for folder in spec.submodule_search_locations or ()]
+
+
 _INSTALLED = [*site.getsitepackages(), site.getusersitepackages(), *sys.path]
 _FOLDERS = [
     *(sysconfig.get_path(kind) for kind in ("purelib", "platlib", "stdlib")),
     *(path for path in _INSTALLED if "-packages" in os.path.basename(path)),
     str(Path(__file__).parent),
+    # these may be in any folder on PYTHONPATH
+    *_folders_of("torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics"),
 ]
 LIBRARIES = tuple(dict.fromkeys(_FOLDERS))
 """Where lines are that no user has written."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import sys
 import sysconfig
 from pathlib import Path
 from site import getusersitepackages
 
 import pytest
+import torch
 
 import lightning_ort
 from lightning_ort import environment
@@ -248,4 +250,6 @@ def test_libraries_of_users_and_of_the_system_are_no_code_of_the_user():
     folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), getusersitepackages()]
     for folder in (*folders, sysconfig.get_path("stdlib"), str(Path(lightning_ort.__file__).parent)):
         assert str(Path(folder, "library", "file.py")).startswith(LIBRARIES)
+    # in a folder of its own on PYTHONPATH, too
+    assert os.path.dirname(torch.__file__) in LIBRARIES
     assert not str(Path(__file__)).startswith(LIBRARIES)

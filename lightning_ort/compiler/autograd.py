@@ -241,9 +241,21 @@ def makes_nan(factor: float, gradients: Sequence[torch.Tensor | None]) -> bool:
     return True
 
 
-def multiply(gradients: list[torch.Tensor], factor: Any) -> None:
-    if gradients and not (isinstance(factor, float) and factor == 1.0):
+def multiply(gradients: list[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """Multiply all in place.
+
+    Args:
+        gradients: of any shapes.
+        factor: a number, or a tensor with one element, on any device.
+    """
+    if not gradients or (isinstance(factor, float) and factor == 1.0):
+        return
+    if not isinstance(factor, torch.Tensor):
         torch._foreach_mul_(gradients, factor)
+        return
+    for device in {g.device for g in gradients}:
+        # a loss may have dimensions, and lie on the CPU where its gradients do not
+        torch._foreach_mul_([g for g in gradients if g.device == device], factor.to(device).reshape(()))
 
 
 class PairStep(torch.autograd.Function):

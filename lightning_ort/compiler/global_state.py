@@ -107,13 +107,15 @@ def drawing_as_traced(region: fx.GraphModule, device: torch.device) -> Iterator[
         yield
         return
     cudnn, before = torch.backends.cudnn, torch.backends.cudnn.enabled
+    recurrent = any(getattr(n.target, "__name__", "") in _RECURRENT for n in region.graph.nodes)
     try:
-        if any(getattr(n.target, "__name__", "") in _RECURRENT for n in region.graph.nodes):
+        if recurrent:  # else it is left alone: torch.backends.disable_global_flags() lets nobody set it
             cudnn.enabled = False
         with sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
-        cudnn.enabled = before
+        if recurrent:
+            cudnn.enabled = before
 
 
 def _kinds() -> list[str]:

@@ -9,6 +9,7 @@ from torch import nn
 
 import lightning_ort
 from lightning_ort.compiler import ORTBackend
+from lightning_ort.compiler.autograd import multiply
 from lightning_ort.compiler.dynamo import marked_open, no_fast_path
 from lightning_ort.compiler.executors.executable import Executable
 from lightning_ort.compiler.executors.onnxruntime import ORTExecutable
@@ -82,6 +83,16 @@ def test_scaled_loss():
     net.zero_grad()
     (net(x).square().mean() / 2).backward()
     assert_close(got, gradients(net))
+
+
+@pytest.mark.parametrize(
+    "factor", [0.25, torch.tensor(0.25), torch.full((1, 1), 0.25)], ids=["number", "scalar", "1x1"]
+)
+def test_gradients_times_one_number(factor):
+    """As a tensor on a GPU, where its number is not read; it has the dimensions of the loss."""
+    gradients = [torch.ones(3), torch.ones(2, 2)]
+    multiply(gradients, factor)
+    assert all(torch.equal(g, torch.full_like(g, 0.25)) for g in gradients)
 
 
 def test_gradient_at_another_output():

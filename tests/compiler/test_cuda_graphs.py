@@ -141,6 +141,35 @@ def test_the_gradient_of_a_convolution_computes_no_size_on_a_gpu(pretence):
     assert sizes == ["Size"] * (pretence is nullcontext)
 
 
+def operators_of(step, x, *, on_gpu):
+    """Results of a step in ONNX Runtime, and the operators of its graph."""
+    models: list[bytes] = []
+    config = RuntimeConfig(placement="onnxruntime", on_session=lambda session, model: models.append(model))
+    with cuda_traces() if on_gpu else nullcontext():
+        result = torch.compile(step, backend=ORTBackend(config))(x)
+    (model,) = models
+    return result, [node.op_type for node in onnx.load_from_string(model).graph.node]
+
+
+@pytest.mark.parametrize(("dtype", "kernel"), [(torch.float32, True), (torch.float64, False)])
+def test_softmax_of_double_numbers_is_written_out_on_a_gpu(dtype, kernel):
+    """The kernel there is off by 2e-8."""
+    x = torch.randn(3, 5, dtype=dtype)
+    result, operators = operators_of(lambda x: x.softmax(-1) * 2, x, on_gpu=True)
+    torch.testing.assert_close(result, x.softmax(-1) * 2)
+    assert ("Softmax" in operators) == kernel
+
+
+@pytest.mark.parametrize("function", [torch.amax, torch.amin])
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_extrema_of_infinite_rows_are_looked_at_on_a_gpu(function, on_gpu):
+    """The kernel there ends at the largest finite number."""
+    x = torch.tensor([[1.0, 2.0], [torch.inf, torch.inf], [-torch.inf, -torch.inf], [torch.nan, -torch.inf]])
+    result, operators = operators_of(lambda x: function(x * 1, 1), x, on_gpu=on_gpu)
+    assert torch.equal(result.nan_to_num(7.0, 8.0, -8.0), function(x, 1).nan_to_num(7.0, 8.0, -8.0))
+    assert ("Where" in operators) == on_gpu
+
+
 @pytest.mark.parametrize("network", ["Classifier", "ConvNet", "TextClassifier", "MLP", "networks.ConvNet", "GPT"])
 def test_networks_train_by_graphs_for_a_gpu(network):
     loaders = {"Classifier": table, "ConvNet": images, "TextClassifier": sentences}
@@ -215,7 +244,7 @@ def test_the_pretence_ends():
 
 
 @pytest.mark.parametrize(("function", "cudnn"), [(torch.lstm, False), (torch.relu, True)], ids=["lstm", "relu"])
-def test_on_a_gpu_torch_draws_beside_a_graph_as_the_graph_does(function, cudnn):
+def test_on_a_gpu_torch_draws_beside_a_graph_as_the_graph_does(monkeypatch, function, cudnn):
     graph = fx.Graph()
     graph.output(graph.call_function(function, (graph.placeholder("x"),)))
     region = fx.GraphModule(nn.Module(), graph)
@@ -225,6 +254,8 @@ def test_on_a_gpu_torch_draws_beside_a_graph_as_the_graph_does(function, cudnn):
         return backends.cuda.flash_sdp_enabled(), backends.cuda.mem_efficient_sdp_enabled(), backends.cudnn.enabled
 
     before = state()
+    if cudnn:  # nothing is set then, where disable_global_flags() forbids it
+        monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", False)
     with drawing_as_traced(region, torch.device("cuda", 0)):
         inside = state()
     with drawing_as_traced(region, torch.device("cpu")):

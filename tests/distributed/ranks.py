@@ -27,19 +27,30 @@ class Ended:
     stdout: str
 
 
-def torchrun_variables(world: int) -> list[dict[str, str]]:
-    """What torchrun would set for each of ``world`` processes of this machine; nothing is measured, on one thread."""
+def torchrun_variables(world: int, *, on_gpu: bool = False) -> list[dict[str, str]]:
+    """What torchrun would set for each of ``world`` processes of this machine; nothing is measured, on one thread.
+
+    Args:
+        world: how many there are.
+        on_gpu: they share a GPU, each as the only process of a machine of its own: NCCL refuses a second one of a
+            machine on the same GPU.
+    """
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
     common = {
         "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
         "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test", "LIGHTNING_ORT_MEASURE": "0", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+    ranks = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+    if on_gpu:
+        alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "LIGHTNING_ORT_TEST_ACCELERATOR": "cuda"}
+        network = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+        return [{**v, **alone, **network, "GROUP_RANK": v["RANK"], "NCCL_HOSTID": f"test{v['RANK']}"} for v in ranks]
+    return ranks
 
 
-def launch(world: int, script: Path, *arguments: str, timeout: float = 500) -> list[Ended]:
-    """Run ``script`` on ``world`` processes of this machine.
+def launch(world: int, script: Path, *arguments: str, timeout: float = 500, on_gpu: bool = False) -> list[Ended]:
+    """Run ``script`` on ``world`` processes of this machine, on CPUs or all of them on one GPU.
 
     They are forks of one process that has imported what each would import for five seconds. How processes start and
     end is not what they can tell.
@@ -53,7 +64,7 @@ def launch(world: int, script: Path, *arguments: str, timeout: float = 500) -> l
         written = [Path(folder, str(rank)) for rank in range(world)]
         processes = [
             context.Process(target=_run, args=([str(script), *arguments], {**os.environ, **variables}, str(file)))
-            for variables, file in zip(torchrun_variables(world), written, strict=True)
+            for variables, file in zip(torchrun_variables(world, on_gpu=on_gpu), written, strict=True)
         ]
         try:
             for process in processes:

@@ -8,6 +8,7 @@ writes to ``FOLDER/RANK.pt`` what each scenario has found.
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -172,7 +173,7 @@ def fit(kind: type, strategy: Any, *, precision: str = "64-true", dataset: Any =
     if hasattr(module, "validation_step") and kind is Images:
         flags["val_check_interval"] = 8
     trainer = Trainer(
-        accelerator="cpu", devices=world, strategy=strategy, precision=precision, logger=False,
+        **scenarios.devices(), strategy=strategy, precision=precision, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         use_distributed_sampler=False, limit_val_batches=2, **flags,
     )  # fmt: skip
@@ -183,8 +184,8 @@ def fit(kind: type, strategy: Any, *, precision: str = "64-true", dataset: Any =
 
 def outcome(trainer: Trainer) -> dict[str, Any]:
     module = trainer.lightning_module
-    found = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    return {**found, **{f"metric {k}": v for k, v in trainer.callback_metrics.items()}}
+    found = {name: tensor.clone().cpu() for name, tensor in module.state_dict().items()}
+    return {**found, **{f"metric {k}": v.cpu() for k, v in trainer.callback_metrics.items()}}
 
 
 def ours(**options: Any) -> ORTStrategy:
@@ -391,6 +392,27 @@ def in_turns(folder: Path) -> dict[str, Any]:
     return found
 
 
+def of_orttrainer(**distributed: Any) -> dict[str, Any]:
+    """Half of each batch for each of two processes, and whole ones for one."""
+    sys.path.append(str(Path(__file__).parents[1] / "helpers"))
+    import orttrainer_models as models
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    found = {}
+    for name, options in (
+        ("eager", {}),
+        ("ort", {"world_rank": rank, "world_size": world, "local_rank": 0, **distributed}),
+    ):
+        sections = {"distributed": options, "device": {"id": scenarios.ACCELERATOR}}
+        trainer = models.trainer(models.ADAM(lr=0.01), model=models.make().double(), **sections)
+        for x, label in models.batches():
+            if options:
+                x, label = x.chunk(world)[rank], label.chunk(world)[rank]
+            trainer.train_step(x.double(), label)
+        found[name] = {n: x.cpu() for n, x in trainer.state_dict(pytorch_format=True).items()}
+    return found
+
+
 def scenarios_in(folder: Path) -> dict[str, Any]:
     return {
         "images": lambda: compared(Images),
@@ -400,6 +422,7 @@ def scenarios_in(folder: Path) -> dict[str, Any]:
         "recurrent": lambda: compared(Recurrent),
         "adversaries": lambda: compared(Adversaries, unused=True),
         "synced": synced,
+        "synced as torch": lambda: compared(Images, sync_batchnorm=True),  # whose own refuses the CPU
         "hooks": hooks,
         "combined": combined,
         "sharded": lambda: sharded(folder),
@@ -407,6 +430,8 @@ def scenarios_in(folder: Path) -> dict[str, Any]:
         "agreement": agreement,
         "centred": lambda: centred(folder),
         "in turns": lambda: in_turns(folder),
+        "orttrainer, plain": of_orttrainer,
+        "orttrainer, zero": lambda: of_orttrainer(deepspeed_zero_optimization={"stage": 1}),
     }
 
 

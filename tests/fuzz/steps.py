@@ -144,7 +144,7 @@ def cases(program: Program) -> list[Case]:
 
 def arguments(case: Case, number: int, dtype: torch.dtype) -> list[Any]:
     """Arguments of the ``number``-th call."""
-    generator = torch.Generator().manual_seed(number)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(number)
 
     def tensor(*shape: int) -> torch.Tensor:
         x = torch.randn(case.batch, *shape, generator=generator, dtype=torch.float64)
@@ -253,7 +253,7 @@ def run(
     values = arguments(case, number, program.dtype)
     noise: contextlib.AbstractContextManager[object] = _OtherKernels() if other_kernels else contextlib.nullcontext()
     if disturb:
-        generator = torch.Generator().manual_seed(int(disturb * 1e18) % 2**31)
+        generator = torch.Generator(torch.get_default_device()).manual_seed(int(disturb * 1e18) % 2**31)
         noise = _Approximated(disturb, generator)
         with torch.no_grad():
             for t in [*values[:3], *state.parameters(), *state.buffers()]:

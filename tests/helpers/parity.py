@@ -2,7 +2,7 @@
 
 ``LIGHTNING_ORT_TEST_STRATEGY`` replaces ``"ort"``, to check the tests themselves without ONNX Runtime:
 ``auto`` shows that they are deterministic, ``noisy`` that they are well conditioned (see :class:`NoisyEager`).
-The assertions about the report are skipped then.
+The assertions about the report are skipped then. ``LIGHTNING_ORT_TEST_ACCELERATOR=cuda`` fits on a GPU.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 
 STRATEGY = os.environ.get("LIGHTNING_ORT_TEST_STRATEGY", "ort")
+ACCELERATOR = os.environ.get("LIGHTNING_ORT_TEST_ACCELERATOR", "cpu")
 STEPS = 50
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
+
+if ACCELERATOR != "cpu":  # where torch rounds factors of convolutions to 10 bits
+    torch.backends.cudnn.allow_tf32 = False
 
 if STRATEGY == "ort":
     import lightning_ort  # noqa: F401 - registers the strategy
@@ -93,7 +97,8 @@ class Run:
 def make_trainer(strategy: Any = STRATEGY, **flags: Any) -> Trainer:
     """A quiet CPU trainer of 50 optimizer steps. Flags given as functions are called: a fresh callback per fit."""
     settings: dict[str, Any] = {
-        "accelerator": "cpu",
+        "accelerator": ACCELERATOR,
+        "devices": 1,
         "logger": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
-from parity import STRATEGY, assert_same_outcome, fit, step_report
+from parity import ACCELERATOR, STRATEGY, assert_same_outcome, fit, step_report
 from torch import nn
 from torch.distributions import Normal
 from torch.utils.data import DataLoader, TensorDataset
@@ -15,7 +15,7 @@ from lightning_ort import ORTStrategy, UnsupportedError
 
 pytestmark = [pytest.mark.stock_only, pytest.mark.usefixtures("checked_distributions")]
 
-EYE = torch.eye(6, dtype=torch.float64)
+EYE = torch.eye(6, dtype=torch.float64, device=ACCELERATOR)
 
 
 def rows():

@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from modules import Regressor, curve
 from networks import GPT, MLP, ConvNet, examples
-from parity import MemoryLogger, Run, assert_in_ort, fit, make_trainer, needs_ort, quiet
+from parity import ACCELERATOR, MemoryLogger, Run, assert_in_ort, fit, make_trainer, needs_ort, quiet
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -27,12 +27,12 @@ DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 
 def scaler(init_scale: float = 2.0**16, **settings: Any) -> torch.amp.GradScaler:
-    return torch.amp.GradScaler("cpu", init_scale=init_scale, **settings)
+    return torch.amp.GradScaler(ACCELERATOR, init_scale=init_scale, **settings)
 
 
 def eager_plugin(precision: str = "16-mixed", **settings: Any) -> MixedPrecision:
     """Lightning's own, made by hand: by its name it would not give float16 on the CPU."""
-    return MixedPrecision(precision, "cpu", scaler(**settings) if precision == "16-mixed" else None)
+    return MixedPrecision(precision, ACCELERATOR, scaler(**settings) if precision == "16-mixed" else None)
 
 
 def ort_plugin(precision: str = "16-mixed", log: bool = False, **settings: Any) -> ORTPrecision:
@@ -67,8 +67,9 @@ def test_follows_torch(network, precision):
     assert len(logged(eager, "loss")) == 50
     assert logged(eager, "loss")[-1] < 0.97 * logged(eager, "loss")[0], "nothing was learnt"
     assert_follows(eager, other)
-    assert other.trainer.strategy.report()["training_step"].widened > 0
-    assert "16 bits" in str(other.trainer.strategy.report())
+    if ACCELERATOR == "cpu":
+        assert other.trainer.strategy.report()["training_step"].widened > 0
+        assert "16 bits" in str(other.trainer.strategy.report())
     if precision == "16-mixed":
         assert other.trainer.precision_plugin.scaling.scale == eager.trainer.scaler.get_scale()
 

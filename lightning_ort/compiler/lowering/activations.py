@@ -9,7 +9,7 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, rank_of
+from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, is_on_cpu, rank_of
 from lightning_ort.compiler.lowering.elementwise import clamp, exponential, operands
 from lightning_ort.compiler.lowering.finite import is_finite
 from lightning_ort.compiler.lowering.registry import lowers
@@ -55,13 +55,18 @@ def _normalized(op_type: str) -> Any:
             return g.op("Reshape", row, g.ints([]))
         axis = dim % rank
         dtype = dtype_of(node)
-        # in float64, the kernel of LogSoftmax hides a NaN at the end of a row, and old ones make no zeros
-        is_exact = dtype != torch.float64 or (op_type == "Softmax" and gives("Exp", -math.inf, 0.0, double=True))
-        if is_empty(x) or (axis == rank - 1 and is_exact):
+        if is_empty(x) or (axis == rank - 1 and (dtype != torch.float64 or _is_exact(op_type, node))):
             return g.op(op_type, value, axis=axis)
         return _inner(g, op_type, value, axis, dtype)
 
     return lower
+
+
+def _is_exact(op_type: str, node: fx.Node) -> bool:
+    """Whether a kernel is one for float64: a GPU's rounds to float32 on the way, that of LogSoftmax for CPUs hides a
+    NaN at the end of a row, and old ones make no zeros.
+    """
+    return is_on_cpu(node) and op_type == "Softmax" and gives("Exp", -math.inf, 0.0, double=True)
 
 
 def _inner(g: GraphBuilder, op_type: str, value: ir.Value, axis: int, dtype: torch.dtype) -> ir.Value:

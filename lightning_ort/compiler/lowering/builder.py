@@ -36,6 +36,11 @@ def dtype_of(node: fx.Node) -> torch.dtype:
     return torch.bool if isinstance(val, (torch.SymBool, bool)) else torch.float64
 
 
+def is_on_cpu(node: fx.Node) -> bool:
+    """Whether the tensor that ``node`` stands for lies there, and no GPU computes it."""
+    return bool(node.meta["val"].device.type == "cpu")
+
+
 def shape_of(node: fx.Node) -> torch.Size:
     """Shape of the tensor that ``node`` stands for; entries are ``int`` or ``torch.SymInt``."""
     return node.meta["val"].shape

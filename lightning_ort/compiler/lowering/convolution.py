@@ -9,7 +9,7 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, shape_of
+from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, is_on_cpu, shape_of
 from lightning_ort.compiler.lowering.convolution_gradient import not_before, weight_gradient
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
 from lightning_ort.compiler.lowering.sums import summed
@@ -216,7 +216,7 @@ def convolution_backward(
             dw = weight_gradient(g, dy, grad_channels, image, channels, groups, window, sizes, single)
         else:
             # on a GPU the CPU would compute that size, and the session would have to wait for it in each run
-            if window.taps > 1 and grad.meta["val"].device.type == "cpu":
+            if window.taps > 1 and is_on_cpu(grad):
                 image = not_before(g, image, dy, 2 + window.rank)
             dw = weight_gradient(g, image, channels, dy, grad_channels, groups, window, grad_sizes, single)
         dw = g.cast(dw, dtype, out)

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, rank_of, shape_of
+from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, is_on_cpu, rank_of, shape_of
 from lightning_ort.compiler.lowering.elementwise import exponential, square_root
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
 from lightning_ort.compiler.lowering.shapes import is_empty
@@ -95,12 +95,22 @@ def prod(
 
 
 def _extremum(
-    g: GraphBuilder, value: ir.Value, dtype: torch.dtype, op_type: str, axes: Sequence[int], keepdim: bool
+    g: GraphBuilder, value: ir.Value, x: fx.Node, op_type: str, axes: Sequence[int], keepdim: bool
 ) -> ir.Value:
-    """ReduceMax or ReduceMin; ONNX Runtime's own ignore NaN, torch's return it."""
+    """ReduceMax or ReduceMin of ``value``, which has the type and the place of ``x``.
+
+    ONNX Runtime's own ignore NaN, torch's return it. On a GPU they begin with the last finite number, and stay there
+    where all are infinite.
+    """
+    dtype = dtype_of(x)
     wide = torch.int32 if dtype == torch.int16 else dtype
     value = g.cast(value, dtype, wide)
     result = reduced(g, op_type, value, axes, keepdim)
+    if axes and dtype.is_floating_point and not is_on_cpu(x):
+        last = g.constant(-math.inf if op_type == "ReduceMax" else math.inf, dtype)
+        is_last = g.cast(g.op("Equal", value, last), torch.bool, torch.float32)
+        all_last = g.cast(reduced(g, "ReduceMin", is_last, axes, keepdim), torch.float32, torch.bool)
+        result = g.op("Where", all_last, last, result)
     if axes and dtype.is_floating_point:
         # 0, or NaN if there is one: the sum of bounded numbers is finite
         bounded = g.op("Clip", value, g.constant(-1, dtype), g.constant(1, dtype))
@@ -111,7 +121,7 @@ def _extremum(
 
 def extremum(g: GraphBuilder, x: fx.Node, op_type: str, dim: Any, keepdim: bool) -> ir.Value:
     _refuse_nothing(x, _axes(x, dim))
-    return _extremum(g, g.value(x), dtype_of(x), op_type, _axes(x, dim), keepdim)
+    return _extremum(g, g.value(x), x, op_type, _axes(x, dim), keepdim)
 
 
 @lowers(aten.amax.default)
@@ -251,7 +261,7 @@ def vector_norm(
         return square_root(g, summed(g, g.op("Mul", value, value), shape_of(x), axes, kind, keepdim), kind)
     size = g.op("Abs", value)
     if abs(order) == math.inf:
-        return _extremum(g, size, kind, "ReduceMax" if order > 0 else "ReduceMin", axes, keepdim)
+        return _extremum(g, size, node, "ReduceMax" if order > 0 else "ReduceMin", axes, keepdim)
     if order == 0:
         nonzero = g.op("Not", g.op("Equal", value, g.constant(0, kind)))
         return reduced(g, "ReduceSum", g.cast(nonzero, torch.bool, kind), axes, keepdim)
