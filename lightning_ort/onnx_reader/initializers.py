@@ -14,7 +14,7 @@ from lightning_ort.errors import UnsupportedError
 from lightning_ort.onnx_reader.registry import OPERATORS
 from lightning_ort.runtime.tensors import TORCH
 
-__all__ = ["FLOATS", "state_initializers", "trainable_initializers"]
+__all__ = ["FLOATS", "state_initializers", "trainable_initializers", "weight_initializers"]
 
 FLOATS = {onnx_type for onnx_type, dtype in TORCH.items() if dtype.is_floating_point}
 """Element types of initializers that can be trained."""
@@ -36,8 +36,7 @@ def trainable_initializers(model: onnx.ModelProto, settled: Collection[str] = ()
         UnsupportedError: the exporter has computed an initializer from tensors of the module, and the file does not
             say whether they are trained, or training it would be something else than training them.
     """
-    used = {name for name, _, kind in _uses(model.graph) if kind == "tensor"}
-    used |= {o.name for o in model.graph.output}
+    used = weight_initializers(model)
     floats = {i.name: i for i in model.graph.initializer if i.data_type in FLOATS and i.name in used}
     notes = [(v.name, p.key, p.value) for v in model.graph.value_info for p in v.metadata_props]
     kinds = {name: value for name, key, value in notes if key == _KIND}
@@ -64,24 +63,38 @@ def trainable_initializers(model: onnx.ModelProto, settled: Collection[str] = ()
 
 def state_initializers(model: onnx.ModelProto) -> list[str]:
     """Names of initializers that a training run changes: running statistics."""
-    state = {name for name, _, kind in _uses(model.graph) if kind == "state"}
+    state = {name for name, kind in _uses(model.graph, {}) if kind == "state"}
     return [i.name for i in model.graph.initializer if i.name in state]
 
 
-def _uses(graph: onnx.GraphProto) -> Iterator[tuple[str, str, str]]:
-    """(value, operator, how the operator calls that input) of all nodes."""
+def weight_initializers(model: onnx.ModelProto) -> set[str]:
+    """Names of initializers, and of other values, that are results or that an operator reads, as neither constants nor
+    running statistics."""
+    return {name for name, kind in _uses(model.graph, {}) if kind == "tensor"}
+
+
+def _uses(graph: onnx.GraphProto, same: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Each value that a node reads, and what it is there: ``state``, ``constant`` or ``tensor``.
+
+    Args:
+        same: the result of an ``Identity`` outside, to what it is.
+    """
+    same = dict(same)
     for node in graph.node:
+        if node.op_type == "Identity" and node.domain in ("", "ai.onnx"):
+            same[node.output[0]] = same.get(node.input[0], node.input[0])
+            continue
         row = OPERATORS.get(("" if node.domain == "ai.onnx" else node.domain, node.op_type))
         for position, name in enumerate(node.input):
             if name and row is not None and (row.variadic or position < len(row.inputs)):
                 role = row.input_name(position)
                 kind = "state" if role in row.state else "constant" if role in row.constants else "tensor"
-                yield name, node.op_type, kind
+                yield same.get(name, name), kind
         for attribute in node.attribute:
             if attribute.type == onnx.AttributeProto.GRAPH:
-                yield from _uses(attribute.g)
+                yield from _uses(attribute.g, same)
     for output in graph.output:
-        yield output.name, "", "tensor"
+        yield same.get(output.name, output.name), "tensor"
 
 
 # -- what torch's exporter notes ------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_ort.errors import UnsupportedError
 from lightning_ort.files.onnx_files import MOST_NODES
 from lightning_ort.onnx_reader import shape_arithmetic
+from lightning_ort.onnx_reader.initializers import weight_initializers
 from lightning_ort.onnx_reader.registry import OPERATORS, Operator
 from lightning_ort.onnx_reader.shape_arithmetic import dtype_of, length_of, number_type
 from lightning_ort.onnx_reader.values import Computed, Constant, Number, Value, attributes_of, label_of, tensor_from
@@ -76,6 +77,7 @@ class Reader:
         self._nodes = 0
         self._folded = 0
         self._names_read = set(_names_read(model.graph))
+        self._weights = {paths[name] for name in weight_initializers(model) if name in paths}
         stored = sum(math.prod(i.dims) for i in model.graph.initializer)
         self._most_folded = _FOLDED + 16 * stored
         initializers = {i.name: i for i in model.graph.initializer}
@@ -142,6 +144,8 @@ class Reader:
             attributes["n_outputs"] = outputs
         if "n_read" in row.extras:
             attributes["n_read"] = max((i for i, n in enumerate(node.output, 1) if n in self._names_read), default=0)
+        if "label" in row.extras:
+            attributes["label"] = label_of(node)
         if "input_dtype" in row.extras and not isinstance(inputs[0], Computed):
             attributes["input_dtype"] = dtype_of(inputs[0])
         if not domain and node.op_type == "Shape" and isinstance(inputs[0], Number) and inputs[0].length is not None:
@@ -154,6 +158,11 @@ class Reader:
             self._fold(node, row, inputs, attributes, outputs)
             return
         arguments = [self._argument(node, row, i, inputs) for i in range(len(inputs))]
+        if "moved" in row.extras:
+            names = [row.input_name(i) for i in range(len(inputs))]
+            attributes["moved"] = [
+                n for n, v, a in zip(names, inputs, arguments, strict=True) if n in row.state and self._is_kept(v, a)
+            ]
         self._call(node, row, arguments, attributes, outputs)
 
     def _as_number(
@@ -264,15 +273,21 @@ class Reader:
         return call
 
     def _state(self, value: Value, name: str) -> fx.Node:
-        """A tensor that training changes by itself; it never is a parameter."""
+        """A tensor that training changes by itself; a parameter only where that is no weight as well."""
         node = self.tensor(value, name)
-        if node.op != "get_attr":
+        if node.op != "get_attr" or node.target not in self._weights:
             return node
         tensor = python_operator.attrgetter(str(node.target))(self._root)
         if not isinstance(tensor, nn.Parameter):
             return node
         # torch's exporter merges statistics with weights that happen to be equal
         return self.graph.get_attr(self._buffer(Constant(tensor.detach().clone())))
+
+    def _is_kept(self, value: Value | None, argument: fx.Node) -> bool:
+        """Whether ``argument``, a tensor that training changes, is kept by the module and not trained."""
+        if argument.op != "get_attr" or (isinstance(value, Constant) and value.initializer is None):
+            return False
+        return not isinstance(python_operator.attrgetter(str(argument.target))(self._root), nn.Parameter)
 
     def tensor(self, value: Value | None, name: str) -> fx.Node:
         """An fx node that is a tensor at run time."""

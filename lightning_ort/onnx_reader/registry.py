@@ -21,11 +21,12 @@ class Operator:
             tensor, or a tuple of them for several outputs.
         inputs: names of its parameters for the inputs; the last stands for all further ones when ``variadic``.
         sizes: parameters that are Python numbers or lists of them (shapes, axes, amounts), never tensors.
-        constants: parameters that no gradient reaches in training, such as bounds and running statistics.
+        constants: parameters that are not trained unless that is asked for, such as bounds and running statistics.
         attributes: attribute names it knows.
         extras: further keywords it wants: ``opset`` (version of the domain), ``n_outputs`` (how many have a name),
             ``n_read`` (how many there are up to the last that something reads), ``input_dtype`` (element type of the
-            first input, where that is a number).
+            first input, where that is a number), ``label`` (how errors call the node), ``moved`` (which
+            of ``state`` are initializers that are not trained).
         numbers: scalar constants are passed as Python numbers.
         random: it draws random numbers.
         state: inputs that training changes.
@@ -52,7 +53,7 @@ class Operator:
 OPERATORS: dict[tuple[str, str], Operator] = {}
 """(domain, operator) to its row."""
 
-_EXTRAS = frozenset({"opset", "n_outputs", "n_read", "input_dtype"})
+_EXTRAS = frozenset({"opset", "n_outputs", "n_read", "input_dtype", "label", "moved"})
 
 
 def operator(

@@ -18,7 +18,7 @@ from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from lightning_ort.onnx_reader.values import Constant, Number, Value
 
-__all__ = ["NUMBER_OPERATORS", "as_number", "as_tensor", "dtype_of", "is_exact", "length_of", "number_type"]
+__all__ = ["NUMBER_OPERATORS", "as_number", "as_tensor", "dtype_of", "length_of", "number_type"]
 
 Numbers = Any
 """a number or a list of numbers"""
@@ -57,7 +57,7 @@ def as_number(tensor: torch.Tensor) -> Numbers:
     return [whole(v) for v in values] if isinstance(values, list) else whole(values)
 
 
-def is_exact(value: Numbers) -> bool:
+def _is_exact(value: Numbers) -> bool:
     """Whether products with sizes are the same in float32 and in float64: at most ten binary places."""
     values = value if isinstance(value, list) else [value]
     return all(math.isfinite(v) and float(v * 1024).is_integer() for v in values)
@@ -330,7 +330,7 @@ def _elementwise_type(
         dtype = attributes["to"]
     elif dtype.is_floating_point and op_type in ("Mul", "Div", "Pow", "Add", "Sub"):
         # float32 would round where Python's numbers do not
-        if not all(is_exact(as_number(v.tensor)) for v in present if isinstance(v, Constant)):
+        if not all(_is_exact(as_number(v.tensor)) for v in present if isinstance(v, Constant)):
             return None
         name = "TrueDiv" if op_type == "Div" else op_type
     return name, dtype, rank

@@ -98,6 +98,32 @@ def test_saved_statistics_that_nothing_reads_are_left_out() -> None:
         read(x)
 
 
+def test_only_initializers_that_are_not_trained_are_moved() -> None:
+    """What a node computes, or the caller passes, keeps its values, also for others that read it."""
+    text = """g (float[N,3] x, float[3] mean) => (float[N,3] y, float[3] m, float[3] read, float[3] passed) {
+        squares = Mul(var, var) y, m, v = BatchNormalization<training_mode=1, momentum=0.8>(x, s, b, mean, squares)
+        read = Identity(squares) passed = Identity(mean) }"""
+    ones = np.ones(3, np.float32)
+    module, x, mean = to_torch(parse(text, s=ones, b=0 * ones, var=2 * ones)), torch.randn(8, 3) + 2, torch.zeros(3)
+    _, moved, read, passed = module(x, mean)
+    torch.testing.assert_close(moved, 0.2 * x.mean(0))
+    assert mean.tolist() == passed.tolist() == [0, 0, 0] and read.tolist() == [4, 4, 4]
+    model = parse(NORM, s=ones, b=0 * ones, mean=0 * ones, var=ones)
+    trained = to_torch(model, ["mean"])
+    trained(x)
+    assert set(trained.parameter_names.values()) == {"mean"} and not trained.mean.any()
+    torch.testing.assert_close(trained.var, 0.8 + 0.2 * x.var(0, correction=0))
+
+
+def test_initializers_are_what_reads_them_behind_an_identity() -> None:
+    text = """g (float[N,3] x) => (float[N,3] y) {
+        m = Identity(mean) scale = Identity(s) y = BatchNormalization(x, scale, b, m, var) }"""
+    ones = np.ones(3, np.float32)
+    module = to_torch(parse(text, s=ones, b=0 * ones, mean=ones, var=ones))
+    assert set(module.parameter_names.values()) == {"s", "b"}
+    assert set(module.buffer_names.values()) == {"mean", "var"}
+
+
 def test_statistics_that_were_merged_with_weights_do_not_follow_them() -> None:
     text = "g (float[N,3] x) => (float[N,3] y) { m = Identity(b) y = BatchNormalization(x, s, b, m, s) }"
     module = to_torch(parse(text, s=np.ones(3, np.float32), b=np.zeros(3, np.float32)))

@@ -441,6 +441,16 @@ for _name, _node in RESIZES.items():
     CASES[f"Resize {_name} by scales"] = Case(f"{_scales} y = {_node}(x, , s)", {"x": IMAGE})
     CASES[f"Resize {_name} to sizes"] = Case(f"s = {_ints(2, 3, 4, 9)} y = {_node}(x, , , s)", {"x": IMAGE})
 
+# positions that are whole numbers but for rounding, and sizes that stay the same
+for _name, _x, _factors in (
+    ('mode="nearest", nearest_mode="floor", coordinate_transformation_mode="half_pixel_symmetric"', (9, 5), (0.7, 0.6)),
+    ('mode="nearest", nearest_mode="ceil", coordinate_transformation_mode="half_pixel_symmetric"', (7, 9), (2.3, 1.4)),
+    ('mode="linear", coordinate_transformation_mode="asymmetric"', (2, 3), (1.4, 1.3)),
+    ('mode="linear", coordinate_transformation_mode="half_pixel"', (2, 3), (1.4, 2.0)),
+):  # fmt: skip
+    _scales = f"s = Constant<value = float[4] {{1.0, 1.0, {_factors[0]}, {_factors[1]}}}>()"
+    CASES[f"Resize {_name}"] = Case(f"{_scales} y = Resize<{_name}>(x, , s)", {"x": (1, 2, *_x)}, 19)
+
 _AXES = RESIZES | {
     f"{m} {c}, antialias {s}, exclude_outside {o}": f'Resize<mode="{m}", {k} antialias={s}, exclude_outside={o}>'
     for m, c, k in (("linear", "", ""), ("cubic", "", ""), ("cubic", "-0.5", "cubic_coeff_a=-0.5,"))

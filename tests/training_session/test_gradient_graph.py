@@ -202,6 +202,126 @@ def test_running_statistics_are_outputs_where_the_file_gives_them_out() -> None:
     np.testing.assert_allclose(results["b_grad"], np.full(3, 8), rtol=1e-5)
 
 
+def loss_of(text: str, values: dict[str, np.ndarray]) -> float:
+    """The loss of a graph in ONNX Runtime; a session of its own, as training mode writes into initializers."""
+    model = parse(text, **{n: a for n, a in values.items() if n != "x"})
+    return float(run(model.SerializeToString(), {"x": values["x"]})["loss"])
+
+
+def differences(text: str, values: dict[str, np.ndarray], name: str) -> np.ndarray:
+    """Finite differences of the loss by ``values[name]``, in float64."""
+    found = np.zeros(values[name].shape)
+    for index in np.ndindex(found.shape):
+        sides = []
+        for step in (1e-5, -1e-5):
+            moved = values[name].copy()
+            moved[index] += step
+            sides.append(loss_of(text, values | {name: moved}))
+        found[index] = (sides[0] - sides[1]) / 2e-5
+    return found
+
+
+def check_gradients(text: str, values: dict[str, np.ndarray], names: set[str], dtype: str = "double") -> None:
+    """``text`` has ``double`` for its element type."""
+    real = {n: a.astype({"double": np.float64, "float": np.float32}[dtype]) for n, a in values.items()}
+    model = parse(text.replace("double", dtype), **{n: a for n, a in real.items() if n != "x"})
+    results = run(gradient_model(model, {"loss"}, names, "loss"), {"x": real["x"]})
+    wide = {n: a.astype(np.float64) for n, a in real.items()}
+    rtol, atol = (1e-6, 1e-8) if dtype == "double" else (2e-4, 2e-5)
+    for name in names:
+        expected = differences(text, wide, name)
+        assert np.abs(expected).max() > 1e-3
+        np.testing.assert_allclose(results[f"{name}_grad"], expected, rtol=rtol, atol=atol, err_msg=name)
+
+
+def normalized(rank: int) -> dict[str, np.ndarray]:
+    """An input of that rank with three channels, and the weights and statistics of a BatchNormalization."""
+    random = np.random.default_rng(rank)
+    values = {"x": random.standard_normal((4, 3, 2, 2)[:rank]), "s": random.uniform(1, 2, 3)}
+    return values | {n: random.uniform(0.5, 1.5, 3) for n in ("b", "mean", "var")}
+
+
+@pytest.mark.parametrize("dtype", ["double", "float"])
+@pytest.mark.parametrize("computed", ["mean", "var", "mean var"])
+@pytest.mark.parametrize("rank", [2, 3, 4])
+def test_gradients_go_through_statistics_that_nodes_compute(rank: int, computed: str, dtype: str) -> None:
+    axes = str([0, *range(2, rank)])
+    names = {"mean": "mean", "var": "var"} | {n: f"{n}_of_batch" for n in computed.split()}
+    text = f"""g (double[{",".join(["N", "3", "2", "2"][:rank])}] x) => (double loss) {{
+        m = ReduceMean<axes={axes}, keepdims=0>(x) mean_of_batch = Add(m, mean)
+        q = Mul(x, x) v = ReduceMean<axes={axes}, keepdims=0>(q) var_of_batch = Add(v, var)
+        y = BatchNormalization(x, s, b, {names["mean"]}, {names["var"]})
+        t = Tanh(y) loss = ReduceSum<keepdims=0>(t) }}"""
+    check_gradients(text, normalized(rank), {"x", "s", "b", *computed.split()}, dtype)
+
+
+@pytest.mark.parametrize("names", [{"mean"}, {"var"}, {"mean", "var", "x"}])
+def test_statistics_that_are_asked_for_have_gradients(names: set[str]) -> None:
+    text = """g (double[N,3,2] x) => (double loss) {
+        m = Identity(mean) y = BatchNormalization(x, s, b, m, var) t = Tanh(y) loss = ReduceSum<keepdims=0>(t) }"""
+    check_gradients(text, normalized(3), names)
+
+
+@pytest.mark.parametrize("mean", ["Identity(mean)", "Mul(mean, mean)"])
+@pytest.mark.parametrize("rank", [2, 3, 4])
+def test_gradients_go_through_running_statistics_that_lead_to_the_loss(rank: int, mean: str) -> None:
+    text = f"""g (double[{",".join(["N", "3", "2", "2"][:rank])}] x) => (double loss) {{
+        before = {mean} y, m, v = BatchNormalization<training_mode=1, momentum=0.75>(x, s, b, before, var)
+        t = Tanh(y) a = ReduceSum<keepdims=0>(t) p = Mul(m, m) q = Mul(v, v) pq = Add(p, q)
+        c = ReduceSum<keepdims=0>(pq) loss = Add(a, c) }}"""
+    check_gradients(text, normalized(rank), {"x", "s", "b", "mean", "var"})
+
+
+def test_statistics_in_training_mode_may_be_computed_of_constants() -> None:
+    text = """g (double[N,3] x) => (double loss) {
+        h = Add(mean, var) y, m, v = BatchNormalization<training_mode=1>(x, s, b, h, var)
+        q = Tanh(y) p = Mul(m, q) loss = ReduceSum<keepdims=0>(p) }"""
+    check_gradients(text, normalized(2), {"x", "s", "b"})
+
+
+def test_running_statistics_that_are_a_weight_as_well_are_refused_in_training_mode() -> None:
+    model = parse(
+        "g (float[N,3] x) => (float[N,3] y) { y, m, v = BatchNormalization<training_mode=1>(x, s, b, b, s) }",
+        s=np.ones(3, np.float32), b=np.zeros(3, np.float32),
+    )  # fmt: skip
+    expected = r"BatchNormalization \(node 'y'\): .* a weight as well; give them an initializer of their own"
+    with pytest.raises(UnsupportedError, match=expected):
+        gradient_model(model, {"y"}, {"s", "b"}, "y")
+
+
+@pytest.mark.parametrize("weight", ["computed", "initializer"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("operator", ["SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"])
+def test_class_weights_have_gradients(operator: str, reduction: str, weight: str) -> None:
+    scores = "logp" if operator.startswith("N") else "x"
+    read = "w" if weight == "initializer" else "squares"
+    text = f"""g (float[N,3,2] x, int64[N,2] t) => (float loss) {{
+        logp = LogSoftmax<axis=1>(x) squares = Mul(w, w)
+        y = {operator}<reduction="{reduction}", ignore_index=1>({scores}, t, {read})
+        q = Mul(y, y) loss = ReduceSum<keepdims=0>(q) }}"""
+    model = parse(text, w=np.array([0.5, 2, 1.5], np.float32))
+    feed = {"x": floats(5, 3, 2), "t": np.array([[0, 1], [2, 2], [1, 1], [0, 2], [0, 0]])}
+    results = run(gradient_model(model, {"loss"}, {"x", "w"}, "loss"), feed)
+    x = torch.from_numpy(feed["x"]).double().requires_grad_()
+    w = torch.tensor([0.5, 2, 1.5], dtype=torch.float64, requires_grad=True)
+    labels = torch.nn.functional.one_hot(torch.from_numpy(feed["t"]), 3).movedim(-1, 1) * torch.tensor([[1], [0], [1]])
+    share = labels * (w if weight == "initializer" else w * w)[:, None]
+    y = -(share * x.log_softmax(1)).sum(1)
+    y = {"none": y, "sum": y.sum(), "mean": y.sum() / share.sum()}[reduction]
+    y.square().sum().backward()
+    assert results["loss"].item() == pytest.approx(y.square().sum().item(), rel=1e-5)
+    torch.testing.assert_close(torch.from_numpy(results["x_grad"]), x.grad.float(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.from_numpy(results["w_grad"]), w.grad.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_an_initializer_that_is_an_input_as_well_is_an_initializer_of_the_result() -> None:
+    model = parse("g (float[2,3] x, float[3] w) => (float loss) { h = Mul(x, w) loss = ReduceSum<keepdims=0>(h) }",
+                  w=floats(3))  # fmt: skip
+    made = onnx.load_model_from_string(gradient_model(model, {"loss"}, {"w"}, "loss"))
+    assert [i.name for i in made.graph.input] == ["x"]
+    assert "w" in {i.name for i in made.graph.initializer}
+
+
 def test_sizes_that_must_be_divisible_stay_open() -> None:
     text = """g (float[N,6] x) => (float[M,12] y) {
         s = Constant<value = int64[2] {-1, 12}>() z = Reshape(x, s) y = Sigmoid(z) }"""
@@ -245,7 +365,7 @@ def test_what_has_no_gradient_is_named_before_anything_is_built() -> None:
     ("arguments", "message"),
     [
         (({"q"}, {"w"}, ""), r"y_names: the model has no output 'q'\. It has: loss, scores"),
-        (({"loss"}, {"q"}, "loss"), r"x_names: the model has no initializer or input 'q'\. It has: w, b, v, x, t"),
+        (({"loss"}, {"q"}, "loss"), r"^x_names: the model has no initializer or input 'q'\. It has: w, b, v, x, t"),
         (({"loss"}, {"w"}, "scores"), r"loss_name 'scores' is not one of y_names: loss"),
         ((set(), {"w"}, ""), r"y_names is empty"),
         (({"loss"}, {"t"}, "loss"), r"'t' is torch\.int64; only floating-point tensors have gradients"),

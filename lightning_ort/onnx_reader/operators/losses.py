@@ -23,7 +23,7 @@ def negative_log_likelihood_loss(
     ignore_index: int = _NO_CLASS,
     reduction: str = "mean",
 ) -> Tensor:
-    return F.nll_loss(x, target.long(), weight, ignore_index=ignore_index, reduction=reduction)
+    return _nll(x, target.long(), weight, ignore_index, reduction)
 
 
 @operator("SoftmaxCrossEntropyLoss", constants=["weights"])
@@ -37,5 +37,19 @@ def softmax_cross_entropy_loss(
     n_outputs: int,
 ) -> Tensor | tuple[Tensor, Tensor]:
     log_prob = torch.log_softmax(scores, 1)
-    loss = F.nll_loss(log_prob, labels.long(), weights, ignore_index=ignore_index, reduction=reduction)
+    loss = _nll(log_prob, labels.long(), weights, ignore_index, reduction)
     return (loss, log_prob) if n_outputs == 2 else loss
+
+
+def _nll(log_prob: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str) -> Tensor:
+    """The loss, which has a gradient by the class weights too."""
+    if weight is None or not (torch.is_grad_enabled() and weight.requires_grad):
+        return F.nll_loss(log_prob, target, weight, ignore_index=ignore_index, reduction=reduction)
+    # torch's own form has no gradient of the weights
+    ignored = target == ignore_index
+    label = target.masked_fill(ignored, 0)
+    share = weight[label].masked_fill(ignored, 0)
+    loss = -log_prob.gather(1, label.unsqueeze(1)).squeeze(1).masked_fill(ignored, 0) * share
+    if reduction == "none":
+        return loss
+    return loss.sum() if reduction == "sum" else loss.sum() / share.sum()

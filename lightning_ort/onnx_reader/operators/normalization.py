@@ -22,7 +22,7 @@ class BatchNormalization(nn.Module):
     Before opset 14, which brought that attribute, a node with more than one output is one of training.
 
     They are ``input * momentum + batch * (1 - momentum)``, with the variance of the population, as the specification
-    says. Where they are initializers of the graph, they are moved in place.
+    says. Where they are initializers of the graph that are not trained, they are moved in place.
     """
 
     def forward(
@@ -39,24 +39,46 @@ class BatchNormalization(nn.Module):
         n_outputs: int,
         n_read: int,
         opset: int,
+        label: str,
+        moved: list[str],
     ) -> Any:
         if n_read > 3:
-            raise UnsupportedError("BatchNormalization: saved statistics (outputs 4 and 5) cannot be read")
-        input_mean, input_var = input_mean.detach(), input_var.detach()
+            raise UnsupportedError(f"{label}: saved statistics (outputs 4 and 5) cannot be read")
         trains = training_mode if opset >= 14 else n_outputs > 1
         if not (trains and self.training):
-            y = F.batch_norm(x, input_mean, input_var, scale, bias, False, 0.0, epsilon)
+            y = _normalized(x, scale, bias, input_mean, input_var, epsilon)
             return (y, input_mean, input_var)[:n_outputs] if n_outputs > 1 else y
         y = F.batch_norm(x, None, None, scale, bias, True, 0.0, epsilon)
-        with torch.no_grad():
+        with torch.set_grad_enabled(torch.is_grad_enabled() and n_read > 1):
             axes = [0, *range(2, x.dim())]
-            mean = x.mean(axes)
-            variance = x.var(axes, correction=0)
-            mean = input_mean * momentum + mean * (1 - momentum)
-            variance = input_var * momentum + variance * (1 - momentum)
-            for running, new in ((input_mean, mean), (input_var, variance)):
-                running.copy_(new)
+            mean = input_mean * momentum + x.mean(axes) * (1 - momentum)
+            variance = input_var * momentum + x.var(axes, correction=0) * (1 - momentum)
+        for name, running, new in (("input_mean", input_mean, mean), ("input_var", input_var, variance)):
+            if name in moved:
+                _move(running, new, label)
         return (y, mean, variance)[:n_outputs] if n_outputs > 1 else y
+
+
+def _normalized(x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, epsilon: float) -> Tensor:
+    """``x`` normalized by given statistics, which have gradients too."""
+    if not (torch.is_grad_enabled() and (mean.requires_grad or variance.requires_grad)):
+        return F.batch_norm(x, mean, variance, scale, bias, False, 0.0, epsilon)
+    # torch's own form has no gradients of the statistics; like it, 16-bit numbers are normalized in float32
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    shape = [-1, *(1 for _ in range(2, x.dim()))]
+    scale, bias, mean, variance = (t.to(dtype).reshape(shape) for t in (scale, bias, mean, variance))
+    return ((x - mean) * (torch.rsqrt(variance + epsilon) * scale) + bias).to(x.dtype)
+
+
+def _move(running: Tensor, new: Tensor, label: str) -> None:
+    with torch.no_grad():
+        try:
+            running.copy_(new)
+        except RuntimeError as error:  # a copy of a weight, which is no input of a traced graph
+            raise UnsupportedError(
+                f"{label}: in training mode its running statistics cannot be an initializer that is a weight as well; "
+                "give them an initializer of their own"
+            ) from error
 
 
 @operator("Dropout", sizes=["ratio", "training_mode"], random=True)

@@ -51,7 +51,8 @@ def resize(
     if factors is None:
         factors = [None] * len(axes)
     plan = [(a, n, f) for a, n, f in zip(axes, lengths, factors, strict=True) if not _same(x.shape[a], n, f)]
-    if not plan:
+    # ONNX Runtime copies what keeps all its sizes, whatever the factors
+    if all(isinstance(x.shape[a], int) and isinstance(n, int) and x.shape[a] == n for a, n, _ in plan):
         return x
     result = _by_torch(x, plan, way)
     if result is not None:
@@ -122,6 +123,8 @@ def _by_torch(x: Tensor, plan: list[tuple[int, Any, Any]], way: _Way) -> Tensor 
     for axis, length, factor in plan:
         if not (factor is None or isinstance(factor, (int, float))):
             return None
+        if factor is not None and isinstance(x.shape[axis], int) and x.shape[axis] == length:
+            return None  # torch copies such an axis
         lengths[axis - 2], factors[axis - 2] = length, None if factor is None else float(factor)
     # with both the sizes and the factors: torch would compute other sizes
     return _TORCH[way.mode, rank].default(x, lengths, way.coordinates == "align_corners", *factors)
@@ -175,11 +178,20 @@ def _source(target: Any, length: Any, wanted: Any, factor: Any, coordinates: str
     if coordinates == "pytorch_half_pixel" and wanted == 1:
         return target * 0
     if coordinates == "half_pixel_symmetric":
-        adjustment = wanted / (scale * length)
-        return length / 2 * (1 - adjustment) + (target + 0.5) / scale - 0.5
+        return _symmetric(target, length, wanted, scale)
     if coordinates in ("half_pixel", "pytorch_half_pixel"):
         return (target + 0.5) / scale - 0.5
     raise UnsupportedError(f"Resize: coordinates {coordinates!r} cannot be read")
+
+
+def _symmetric(target: Any, length: Any, wanted: Any, scale: Any) -> Any:
+    """As ONNX Runtime does: the margin in float32, what is added to it in float64."""
+    one: Any = torch.ones((), device=target.device) if isinstance(target, Tensor) else np.float32(1)
+    length, wanted, scale = one * length, one * wanted, one * scale
+    margin = length / (one + one) * (one - wanted / (scale * length))
+    if isinstance(target, np.ndarray):
+        return (margin + (target.astype(np.float64) + 0.5) / scale - 0.5).astype(np.float32)
+    return (margin + (target.double() + 0.5) / scale - 0.5).float()
 
 
 def _positions(length: int, wanted: int, factor: float | None, coordinates: str) -> np.ndarray:
