@@ -17,10 +17,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch._C._dynamo.guards import DictGuardManager
 
 # Private: guards have no public name.
 from torch._dynamo.exc import unimplemented
-from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
+from torch._dynamo.guards import GuardBuilder, _get_closure_vars, get_verbose_code_parts, install_guard
 from torch._dynamo.source import AttrSource
 from torch._dynamo.variables import ConstantVariable, builtin, object_protocol
 from torch._dynamo.variables.builtin import BuiltinVariable
@@ -29,7 +30,7 @@ from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
 
-__all__ = ["COMPARISONS", "comparing", "is_value", "known", "leave_to_python", "of_numpy"]
+__all__ = ["COMPARISONS", "comparing", "is_value", "known", "leave_to_python", "of_numpy", "watch"]
 
 
 def _guarding_identity(compare: Callable[..., Any]) -> Callable[..., Any]:
@@ -229,12 +230,28 @@ def _guard_value(variable: Any) -> None:
         install_guard(variable.source.make_guard(functools.partial(is_value, value=value)))
 
 
+def watch(guards: GuardBuilder, guard: Any, holds: Callable[[Any], bool], words: str) -> None:
+    """Have a graph go on only where ``holds`` says so of what there is then.
+
+    Args:
+        guards: what Dynamo gives to a function of a guard.
+        guard: the same.
+        holds: asked at each call.
+        words: the condition for a log, with ``{}`` for what there is.
+    """
+    name, manager = guards.arg_ref(guard), guards.get_guard_manager(guard)
+    told = get_verbose_code_parts(words.replace("{}", name, 1), guard)
+    if isinstance(manager, DictGuardManager):  # it takes no guards of the dictionary as a whole
+        guards.add_python_lambda_leaf_guard_to_root(
+            [f"___holds({name})"], told, {"___holds": holds, **_get_closure_vars()}
+        )
+    else:
+        manager.add_lambda_guard(holds, told, guard.user_stack)
+
+
 def is_value(guards: GuardBuilder, guard: Any, value: Any) -> None:
     """Guard that there is an equal value of the same type."""
-    words = get_verbose_code_parts(f"{guards.arg_ref(guard)} == {value!r}", guard)
-    guards.get_guard_manager(guard).add_lambda_guard(
-        lambda now: type(now) is type(value) and now == value, words, guard.user_stack
-    )
+    watch(guards, guard, lambda now: type(now) is type(value) and now == value, f"{{}} == {value!r}")
 
 
 COMPARISONS: list[tuple[Any, str, Callable[..., Callable[..., Any]]]] = [

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 # Private: guards have no public name.
-from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
+from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.symbolic_convert import (
     InliningGeneratorInstructionTranslator,
     InliningInstructionTranslator,
@@ -29,9 +29,9 @@ from torch._dynamo.variables.misc import NumpyVariable
 from torch._dynamo.variables.tensor import NumpyNdarrayVariable, SymNodeVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
 
-from lightning_ort.compiler.dynamo_comparisons import known, leave_to_python, of_numpy
+from lightning_ort.compiler.dynamo_comparisons import known, leave_to_python, of_numpy, watch
 
-__all__ = ["CONTENTS", "writing"]
+__all__ = ["CONTENTS", "INSTRUCTIONS", "writing"]
 
 
 def _guarding_order(install: Callable[..., None]) -> Callable[..., None]:
@@ -154,10 +154,7 @@ def _watch_text(there: Any) -> None:
 
 
 def _has_texts(guards: GuardBuilder, guard: Any, texts: tuple[str, str]) -> None:
-    words = get_verbose_code_parts(f"str({guards.arg_ref(guard)}) == {texts[0]!r}", guard)
-    guards.get_guard_manager(guard).add_lambda_guard(
-        lambda now: (str(now), repr(now)) == texts, words, guard.user_stack
-    )
+    watch(guards, guard, lambda now: (str(now), repr(now)) == texts, f"str({{}}) == {texts[0]!r}")
 
 
 class _Instructions:
@@ -166,6 +163,8 @@ class _Instructions:
     _kinds = (InstructionTranslator, InliningInstructionTranslator, InliningGeneratorInstructionTranslator)
 
     def __getattr__(self, name: str) -> Any:
+        if name not in dis.opmap:  # another version of Python has it
+            raise AttributeError(name)
         return self._kinds[0].dispatch_table[dis.opmap[name]]
 
     def __setattr__(self, name: str, function: Callable[..., None]) -> None:
@@ -173,11 +172,12 @@ class _Instructions:
             kind.dispatch_table[dis.opmap[name]] = function
 
 
+INSTRUCTIONS = _Instructions()
 CONTENTS: list[tuple[Any, str, Callable[..., Callable[..., Any]]]] = [
     (ConstDictVariable, "install_dict_keys_match_guard", _guarding_order),
     (ConstDictVariable, "as_python_constant", _guarding_keys_of_constants),
     (ListVariable, "call_method", _guarding_what_is_listed),
     (InstructionTranslatorBase, "_format_value", _formatting),
-    (_Instructions(), "CALL_FUNCTION_EX", _unpacking_range),
+    (INSTRUCTIONS, "CALL_FUNCTION_EX", _unpacking_range),
 ]
 """Functions of Dynamo by their owners, and what makes the one that takes their place."""

@@ -5,11 +5,12 @@ the graph of another one. They get guards here:
 
 * objects that are read by a global name first and by an attribute then, such as a member of an ``Enum`` that chooses
   from a dictionary;
-* what is compared, in :mod:`.dynamo_comparisons`, what is in containers and texts, in :mod:`.dynamo_contents`;
+* what is compared, in :mod:`.dynamo_comparisons`, what is in containers and texts, in :mod:`.dynamo_contents`; in
+  :mod:`.dynamo_changes`, containers that are changed;
 * attributes and entries that were found missing, as by ``try: ... except AttributeError``, also of functions;
 * methods of classes, which may be replaced by others, and what ``isinstance`` says of a ``Protocol``;
 * what ``os.getenv`` finds;
-* numbers with a fraction that change, and are infinite in another step.
+* numbers with a fraction that change, and are infinite in another step, or that a graph holds.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ import inspect
 import logging
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import sympy
 from torch import nn
 
 # Private: guards have no public name.
@@ -42,8 +44,10 @@ from torch._dynamo.variables.misc import PythonModuleVariable
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
+from torch.fx.experimental.sym_node import SymNode
 
-from lightning_ort.compiler.dynamo_comparisons import COMPARISONS, known
+from lightning_ort.compiler.dynamo_changes import CHANGES
+from lightning_ort.compiler.dynamo_comparisons import COMPARISONS, known, watch
 from lightning_ort.compiler.dynamo_contents import CONTENTS
 from lightning_ort.compiler.global_state import forget_frames
 
@@ -182,10 +186,7 @@ def _decides_itself(kind: Any) -> bool:
 
 
 def _is_instance(guards: GuardBuilder, guard: Any, kinds: Any, answer: bool) -> None:
-    words = get_verbose_code_parts(f"isinstance({guards.arg_ref(guard)}, {kinds}) is {answer}", guard)
-    guards.get_guard_manager(guard).add_lambda_guard(
-        lambda now: isinstance(now, kinds) is answer, words, guard.user_stack
-    )
+    watch(guards, guard, lambda now: isinstance(now, kinds) is answer, f"isinstance({{}}, {kinds}) is {answer}")
 
 
 def _guarding_environment(find: Callable[..., Any]) -> Callable[..., Any]:
@@ -244,8 +245,33 @@ def _guarding_finiteness(wrap: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_finite(guards: GuardBuilder, guard: Any) -> None:
-    words = get_verbose_code_parts(f"{guards.arg_ref(guard)} is finite", guard)
-    guards.get_guard_manager(guard).add_lambda_guard(math.isfinite, words, guard.user_stack)
+    watch(guards, guard, math.isfinite, "{} is finite")
+
+
+def _guarding_what_floats_are_made_of(settle: Callable[..., float]) -> Callable[..., float]:
+    """A float that a graph holds as a number, such as the rate of dropout in ``0.1 + 0.01 * min(batch_idx, 5)``.
+
+    The arithmetic of symbols rounds otherwise than Python's, so that a guard on the float may fail at once, or be taken
+    for decided by the range that the float can have, and be left out. Integers are exact.
+    """
+
+    def guard_float(self: SymNode, file: str, line: int) -> float:
+        if self.shape_env is None or not isinstance(self.hint, float) or not self.expr.free_symbols:
+            return settle(self, file, line)
+        for part in _exact_parts(self.expr):
+            self.shape_env.evaluate_expr(part)
+        return self.hint
+
+    return guard_float
+
+
+def _exact_parts(expression: sympy.Expr) -> Iterator[sympy.Expr]:
+    """The largest integers, and the floats that are given, of which ``expression`` is computed."""
+    if expression.is_Symbol or (expression.is_integer and expression.free_symbols):
+        yield expression
+    else:
+        for argument in expression.args:
+            yield from _exact_parts(argument)
 
 
 def _forgetting(describe: Callable[..., str]) -> Callable[..., str]:
@@ -277,6 +303,7 @@ def _unmeasured(measure: Callable[..., float]) -> Callable[..., float]:
 _ALL: list[tuple[Any, str, Callable[..., Callable[..., Any]]]] = [
     *COMPARISONS,
     *CONTENTS,
+    *CHANGES,
     (builder, "make_dupe_guard", _guarding_both),
     (LazyVariableTracker, "is_hashable_lazy", _looked_at),
     (convert_frame, "format_error_msg", _forgetting),
@@ -294,6 +321,7 @@ _ALL: list[tuple[Any, str, Callable[..., Callable[..., Any]]]] = [
     (InliningInstructionTranslator, "get_globals_source_and_value", _guarding_environment),
     (ConstDictVariable, "getitem_const_raise_exception_if_absent", _guarding_absence_of_keys),
     (VariableBuilder, "wrap_symfloat", _guarding_finiteness),
+    (SymNode, "guard_float", _guarding_what_floats_are_made_of),
     (DunderDictVariable, "install_dict_contains_guard", lambda original: _guard_name),
     (DunderDictVariable, "install_dict_keys_match_guard", lambda original: _guard_names),
 ]

@@ -26,19 +26,19 @@ from torch import fx
 # Private: Dynamo has no public way to leave a type to Python.
 from torch._dynamo import symbolic_convert
 from torch._dynamo.guards import install_guard
-from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.source import RandomValueSource, TensorPropertySource
-from torch._dynamo.variables import ConstantVariable, user_defined
+from torch._dynamo.source import AttrSource, RandomValueSource, TensorPropertySource
+from torch._dynamo.variables import ConstantVariable
+from torch._dynamo.variables.base import AsPythonConstantNotImplementedError, VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.builtin import BuiltinVariable, GetAttrBuiltinVariable, HasAttrBuiltinVariable
-from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.functions import CollectiveFunctionRewriteVariable
 from torch._dynamo.variables.lists import BaseListVariable, DequeVariable, TupleVariable
 from torch._dynamo.variables.misc import NumpyVariable, RandomVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, supported_comparison_ops
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
-from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedTupleVariable
+from torch._dynamo.variables.user_defined import UserDefinedTupleVariable
 
+from lightning_ort.compiler.dynamo_changes import LOST_CHANGES, changing
 from lightning_ort.compiler.dynamo_comparisons import comparing, is_value, known, leave_to_python, of_numpy
 from lightning_ort.compiler.dynamo_contents import writing
 from lightning_ort.compiler.dynamo_mends import MENDS
@@ -55,11 +55,6 @@ _NAMES = "add sub mul truediv floordiv mod pow neg pos abs invert iadd isub imul
 _ARITHMETIC = {abs, *(getattr(operator, name) for name in _NAMES.split())}
 _TELLING = {isinstance, type}
 _TENSORS = (torch.tensor, torch.as_tensor, torch.asarray)
-_READERS = {
-    *("__bool__", "__contains__", "__eq__", "__getitem__", "__iter__", "__len__", "__ne__", "__reversed__"),
-    *("copy", "count", "index"),
-}
-"""methods of a queue that leave it as it is"""
 
 
 @contextlib.contextmanager
@@ -67,13 +62,18 @@ def left_to_python() -> Iterator[None]:
     """Have Dynamo leave to Python, meanwhile, the values that it has no faithful stand-in for."""
     wrappers = VariableBuilder._type_dispatch_impl(SETTINGS["trace_numpy"])  # by type of value
     before = {kind: wrappers.get(kind) for kind in _WRAPPERS}
-    originals = tuple([getattr(owner, name) for owner, name, _ in _PATCHES])
+    handlers, originals = (
+        BuiltinVariable.call_function_handler_cache,
+        tuple([getattr(o, name) for o, name, _ in _PATCHES]),
+    )
     mended = _mended(originals)
     comparisons = dict(symbolic_convert.compare_op_handlers)
     try:
         for (owner, name, _), function in zip(_PATCHES, mended, strict=True):
             setattr(owner, name, function)
         wrappers.update(_WRAPPERS)
+        # they hold methods of before, or of ours
+        BuiltinVariable.call_function_handler_cache = _HANDLERS
         # Dynamo holds methods of before
         symbolic_convert.compare_op_handlers.update(_comparisons(BuiltinVariable.call_function))
         yield
@@ -85,7 +85,11 @@ def left_to_python() -> Iterator[None]:
                 wrappers[kind] = wrapper
         for (owner, name, _), original in zip(_PATCHES, originals, strict=True):
             setattr(owner, name, original)
+        BuiltinVariable.call_function_handler_cache = handlers
         symbolic_convert.compare_op_handlers.update(comparisons)
+
+
+_HANDLERS: dict[Any, Any] = {}
 
 
 @functools.lru_cache(maxsize=2)  # ORTTrainer asks at each step
@@ -241,6 +245,33 @@ def _call_numpy(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> 
     leave_to_python(f"np.{self.value.__name__}")
 
 
+def _no_constant(value_of: Callable[..., Any]) -> Callable[..., Any]:
+    """What an array holds, and how long it is, is watched by no guard; and what is computed while a graph is made, such
+    as ``self.counts += 1``, is computed once more by Python."""
+
+    def as_python_constant(self: Any) -> Any:
+        if isinstance(self.value, np.ndarray):
+            raise AsPythonConstantNotImplementedError(self)
+        return value_of(self)
+
+    return as_python_constant
+
+
+def _of_array(read: Callable[..., Any]) -> Callable[..., Any]:
+    """How large an array is tells a guard; what else it has is read, and its methods are called, by Python."""
+
+    def var_getattr(self: Any, tx: Any, name: str) -> Any:
+        if not isinstance(self.value, np.ndarray) or callable(getattr(self.value, name, None)):
+            return read(self, tx, name)
+        if name not in ("shape", "size", "ndim") or self.source is None:
+            leave_to_python(f"{name} of an array of NumPy's")
+        size = getattr(self.value, name)
+        install_guard(AttrSource(self.source, name).make_guard(functools.partial(is_value, value=size)))
+        return VariableTracker.build(tx, size)
+
+    return var_getattr
+
+
 def _begun(begin: Callable[..., None]) -> Callable[..., None]:
     """A tuple of a class with a ``__new__`` of its own, such as a ``PackedSequence`` by ``_replace``, is made of the
     entries that it has: what it was made of may have been an iterator, which has no more when the graph has run."""
@@ -254,26 +285,9 @@ def _begun(begin: Callable[..., None]) -> Callable[..., None]:
     return method
 
 
-def _queue_changes(queue: Any, tx: Any, name: str, *_: Any) -> str | None:
-    limited = queue.source is not None and queue.maxlen.as_python_constant() is not None
-    return f"{name} of a deque with maxlen" if limited and name not in _READERS else None
-
-
 def _draws(dice: Any, tx: Any, name: str, *_: Any) -> str | None:
     """Each call of a graph would draw the same numbers."""
     return f"{name} of a random.Random" if dice.source is not None else None
-
-
-def _order_changes(dictionary: Any, tx: Any, name: str, *_: Any) -> str | None:
-    """The order would be lost."""
-    changes = dictionary.source is not None and name in ("move_to_end", "popitem")
-    return f"{name} of a dictionary" if changes else None
-
-
-def _class_changes(effects: Any, owner: Any, *_: Any) -> str | None:
-    """Read through an object, the attribute would still be the one before."""
-    changes = isinstance(owner, UserDefinedClassVariable) and owner.source is not None
-    return "an attribute of a class" if changes else None
 
 
 def _tells(function: Any, tx: Any, args: Any, *_: Any) -> str | None:
@@ -297,17 +311,16 @@ _FAITHLESS: list[tuple[type, str, Callable[..., str | None]]] = [
     (CollectiveFunctionRewriteVariable, "call_function", _is_collective),
     (GetAttrBuiltinVariable, "call_function", _tells),
     (HasAttrBuiltinVariable, "call_function", _tells),
-    (DequeVariable, "call_method", _queue_changes),
     (RandomVariable, "call_method", _draws),
-    # torch 2.11, with which the tests for a GPU have run, has none: there all dictionaries are of the next kind
-    (getattr(user_defined, "OrderedDictVariable", ConstDictVariable), "call_method", _order_changes),
-    (ConstDictVariable, "call_method", _order_changes),
-    (SideEffects, "store_attr", _class_changes),
+    *LOST_CHANGES,
 ]
 """Methods of Dynamo, and what says whether a call of one is to be a graph break, by the call's arguments."""
 _REPLACED: list[tuple[Any, str, Callable[..., Callable[..., Any]]]] = [
     (NumpyVariable, "call_function", lambda original: _call_numpy),
-    (BuiltinVariable, "call_function", lambda original: _marking(writing(comparing(original)))),
+    (NumpyVariable, "as_python_constant", _no_constant),
+    (NumpyVariable, "var_getattr", _of_array),
+    (NumpyVariable, "python_type", lambda original: lambda self: type(self.value)),
+    (BuiltinVariable, "call_function", lambda original: _marking(changing(writing(comparing(original))))),
     (TorchInGraphFunctionVariable, "call_function", _making_tensors),
     (UserDefinedTupleVariable, "__init__", _begun),
     *MENDS,

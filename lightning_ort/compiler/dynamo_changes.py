@@ -1,0 +1,148 @@
+"""Changes of containers that Dynamo loses, or makes otherwise than Python; see :mod:`.plain_values`.
+
+The graph ends before such a change, and Python makes it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import numpy as np
+
+# Private: what Dynamo knows of values has no public form.
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.symbolic_convert import break_graph_if_unsupported
+from torch._dynamo.variables import user_defined
+from torch._dynamo.variables.dicts import ConstDictVariable
+from torch._dynamo.variables.lazy import LazyVariableTracker
+from torch._dynamo.variables.lists import BaseListVariable, DequeVariable
+from torch._dynamo.variables.misc import NumpyVariable
+from torch._dynamo.variables.sets import SetVariable
+from torch._dynamo.variables.user_defined import (
+    UserDefinedClassVariable,
+    UserDefinedListVariable,
+    UserDefinedObjectVariable,
+    UserDefinedSetVariable,
+)
+
+from lightning_ort.compiler.dynamo_comparisons import known, leave_to_python
+from lightning_ort.compiler.dynamo_contents import INSTRUCTIONS
+
+__all__ = ["CHANGES", "LOST_CHANGES", "changing"]
+
+_IN_PLACE = {
+    *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow),
+    *(operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift, operator.imatmul),
+}
+_BINARY = {operator.add, operator.sub, operator.mul, operator.and_, operator.or_, operator.xor}
+
+_ASKING = {isinstance, type, hasattr, getattr, callable, id, operator.is_, operator.is_not}
+"""what tells of an array no more than what it is, or guards it"""
+
+
+def changing(call: Callable[..., Any]) -> Callable[..., Any]:
+    """``a += b`` and the like, of a list, a set or what a class of the user's has made of one; sums of others; ``del``;
+    and whatever is computed of arrays."""
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        in_place = self.fn in _IN_PLACE
+        # an attribute may not be there another time
+        goes = self.fn is delattr and known(args[0]).source is not None
+        if any(map(_is_array, args)) and self.fn not in _ASKING:
+            leave_to_python(f"{self.fn.__name__} of an array of NumPy's")
+        if goes or (in_place and len(args) == 2 and _is_lost(self.fn, *map(known, args))):
+            _leave(self, args)
+        result = call(self, tx, args, kwargs)
+        if (in_place or self.fn in _BINARY) and _is_no_answer(result):
+            _leave(self, args)
+        return result
+
+    return call_function
+
+
+def _breaking_at_operators(run: Callable[..., None]) -> Callable[..., None]:
+    """Have a graph end, and another begin behind it, where an operator is left to Python: else all that follows is."""
+    breaking = break_graph_if_unsupported(push=True, msg_prefix="an operator between objects")(run)
+
+    def binary_op(self: Any, instruction: Any) -> None:
+        (breaking if any(map(_is_object, self.stack[-2:])) else run)(self, instruction)
+
+    return binary_op
+
+
+def _is_object(variable: Any) -> bool:
+    return _is_array(variable) or isinstance(known(variable), (SetVariable, UserDefinedObjectVariable))
+
+
+def _leave(function: Any, args: Any) -> NoReturn:
+    leave_to_python(f"{function.fn.__name__} of a {known(args[0]).python_type_name()}")
+
+
+def _is_lost(function: Callable[..., Any], changed: Any, other: Any) -> bool:
+    if isinstance(changed, (UserDefinedListVariable, UserDefinedSetVariable)):
+        return True
+    if isinstance(changed, SetVariable):  # it would be another one
+        return function is operator.isub
+    # arrays and others have an addition of their own, which comes before that of lists
+    return isinstance(changed, BaseListVariable) and not isinstance(other, (BaseListVariable, ConstDictVariable))
+
+
+def _is_array(variable: Any) -> bool:
+    if isinstance(variable, LazyVariableTracker) and not variable.is_realized():
+        return isinstance(variable.original_value(), np.ndarray)
+    return isinstance(known(variable), NumpyVariable) and isinstance(known(variable).value, np.ndarray)
+
+
+def _is_no_answer(result: Any) -> bool:
+    there = known(result)
+    return bool(there.is_python_constant()) and there.as_python_constant() is NotImplemented
+
+
+_READERS_OF_QUEUES = {
+    *("__bool__", "__contains__", "__eq__", "__getitem__", "__iter__", "__len__", "__ne__", "__reversed__"),
+    *("count", "index"),
+}
+"""methods of a queue that leave it as it is, and make no other"""
+_CHANGES_OF_SETS = {
+    *("add", "clear", "discard", "pop", "remove", "update"),
+    *("difference_update", "intersection_update", "symmetric_difference_update"),
+}
+
+
+def _queue_changes(queue: Any, tx: Any, name: str, *_: Any) -> str | None:
+    limited = queue.source is not None and queue.maxlen.as_python_constant() is not None
+    return f"{name} of a deque with maxlen" if limited and name not in _READERS_OF_QUEUES else None
+
+
+def _set_changes(instance: Any, tx: Any, name: str, *_: Any) -> str | None:
+    """Nothing writes them back."""
+    changes = instance.source is not None and name in _CHANGES_OF_SETS
+    return f"{name} of a {instance.python_type_name()}" if changes else None
+
+
+def _order_changes(dictionary: Any, tx: Any, name: str, *_: Any) -> str | None:
+    """The order would be lost."""
+    changes = dictionary.source is not None and name in ("move_to_end", "popitem")
+    return f"{name} of a dictionary" if changes else None
+
+
+def _class_changes(effects: Any, owner: Any, *_: Any) -> str | None:
+    """Read through an object, the attribute would still be the one before."""
+    changes = isinstance(owner, UserDefinedClassVariable) and owner.source is not None
+    return "an attribute of a class" if changes else None
+
+
+CHANGES: list[tuple[Any, str, Callable[..., Callable[..., Any]]]] = [
+    (INSTRUCTIONS, "BINARY_OP", _breaking_at_operators)
+]
+"""Functions of Dynamo by their owners, and what makes the one that takes their place."""
+LOST_CHANGES: list[tuple[type, str, Callable[..., str | None]]] = [
+    (DequeVariable, "call_method", _queue_changes),
+    (UserDefinedSetVariable, "call_method", _set_changes),
+    (user_defined.OrderedDictVariable, "call_method", _order_changes),
+    (ConstDictVariable, "call_method", _order_changes),
+    (SideEffects, "store_attr", _class_changes),
+]
+"""Methods of Dynamo, and what says whether a call of one is to be a graph break, by the call's arguments."""
