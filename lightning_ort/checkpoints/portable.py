@@ -49,7 +49,7 @@ def save_checkpoint(state: TrainingState, path: Path, *, include_optimizer_state
         path: of the file.
         include_optimizer_state: write moments and the number of updates, not only the learning rate.
         nominal: write the parameters' names, types and shapes instead of their values. Buffers are written, which
-            ``copy_buffer_to_parameters`` does not bring.
+            ``copy_buffer_to_parameters`` brings with ``trainable_only=False`` only.
     """
     nominal = nominal or state.nominal
     tensors = dict(state.buffers if nominal else state.tensors)

@@ -89,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Train unchanged LightningModules in ONNX Runtime.",
         epilog="lightning-ort fit --help lists the options of fit, and so on. fit to bench take those of LightningCLI: "
         "lightning-ort fit --config config.yaml",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=__version__, help="print the version")
     commands = parser.add_subparsers(title="commands", required=True)

@@ -25,6 +25,7 @@ def cache(arguments: Sequence[str] = ()) -> int:
         "lightning-ort cache",
         description="Show what is kept for later runs.",
         epilog="LIGHTNING_ORT_CACHE_DIR is the folder, LIGHTNING_ORT_CACHE_SIZE how many bytes it may take.",
+        allow_abbrev=False,
     )
     parser.add_argument("--clear", action="store_true", help="remove all of it")
     clear = parser.parse_args(arguments).clear

@@ -53,7 +53,7 @@ def doctor(arguments: Sequence[str] = ()) -> int:
     Returns:
         0, or 1 if there is a problem.
     """
-    argparse.ArgumentParser("lightning-ort doctor", description=__doc__).parse_args(arguments)
+    argparse.ArgumentParser("lightning-ort doctor", description=__doc__, allow_abbrev=False).parse_args(arguments)
     print(f"lightning-ort {__version__}, Python {platform.python_version()} ({sys.executable}), {platform.platform()}")
     findings = list(diagnose())
     for finding in findings:

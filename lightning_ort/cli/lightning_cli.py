@@ -31,7 +31,13 @@ _EPILOG = "lightning-ort --help lists the commands that need no configuration."
 
 
 class _Parser(LightningArgumentParser):
-    """Whose errors are three lines; the usage of all options is what ``--help`` prints."""
+    """Whose errors are three lines; the usage of all options is what ``--help`` prints.
+
+    Options have their full names: an abbreviation might be another one's in a later version.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error or shows_tracebacks():

@@ -31,6 +31,7 @@ def new(arguments: Sequence[str] = ()) -> int:
     parser = argparse.ArgumentParser(
         "lightning-ort new",
         description="Write a project to start from: model, data, configurations, a sweep, and tests of them.",
+        allow_abbrev=False,
     )
     parser.add_argument("folder", type=Path, help="which is new, or empty")
     folder = parser.parse_args(arguments).folder

@@ -148,8 +148,8 @@ class _Comparison:
         except Exception as error:
             raise ExportError(
                 f"ONNX Runtime {require_onnxruntime().version} does not load the exported model: {_sentence(error)} "
-                "Its CPU kernels are for float32, some for float64, and none for bfloat16: export with "
-                "dtype='float32', and without torch.autocast in the module."
+                "Its CPU kernels are for float32, some for float64, and none for bfloat16: export a "
+                "module of float32 (module.float(), or dtype='float32' of export_onnx) without torch.autocast in it."
             ) from error
         self._names, self._tolerance = names, FILE if tolerance is None else tolerance
         self._inputs = {i.name for i in self._session.get_inputs()}

@@ -24,7 +24,7 @@ from lightning_ort.errors import ExportError
 from lightning_ort.export.checking import check
 from lightning_ort.export.graph import make_graph
 from lightning_ort.export.inputs import (
-    Axes,
+    DynamicAxes,
     InferenceModule,
     arguments_of_sample,
     bind,
@@ -79,7 +79,7 @@ def export_onnx(
     method: str = "forward",
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
-    dynamic: Axes | None = None,
+    dynamic: DynamicAxes | None = None,
     dtype: Dtype | None = None,
     opset: int = 20,
     external_data: bool | None = None,
@@ -100,9 +100,9 @@ def export_onnx(
         input_names: one per input tensor; by default the names of arguments, and keys of mappings in them. Inputs that
             no output depends on are not in the file.
         output_names: one per output tensor; by default ``output``, ``output_0`` ..., or keys of the mapping.
-        dynamic: input name to dimension to the name of its size, for all sizes that stay open; dimensions of one name
-            are equally long. By default ``"batch"``, the first dimension of the first input, and of the inputs that
-            have the same size there.
+        dynamic: for all sizes that stay open, input name to dimension to the name of its size, or to a list of
+            dimensions, of which each gets a name of its own. Dimensions of one name are equally long. By default
+            ``"batch"``, the first dimension of the first input, and of the inputs that have the same size there.
         dtype: type of floating-point weights and inputs in the file, by default the module's own.
         opset: version of the ONNX operators, 18 to 21.
         external_data: put weights into a second file; by default where one file would exceed 2 GB.
@@ -155,7 +155,7 @@ def export_call(
     method: str,
     input_names: Sequence[str] | None,
     output_names: Sequence[str] | None,
-    dynamic: Axes | None,
+    dynamic: DynamicAxes | None,
     dtype: Dtype | None,
     opset: int,
     external_data: bool | None,

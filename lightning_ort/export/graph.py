@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import onnx_ir as ir
 import torch
 from onnx_ir.passes.common import InlinePass, ShapeInferencePass
+from onnxscript import opset18
 from onnxscript.optimizer import fold_constants
 from torch import Tensor
 
@@ -94,8 +97,9 @@ def make_graph(
         try:
             program = _in_smaller_operators(program)
             exported = torch.onnx.export(
-                program, (), opset_version=max(opset, NEWEST), dynamo=True, verbose=False, optimize=not trainable
-            )
+                program, (), opset_version=max(opset, NEWEST), dynamo=True, verbose=False, optimize=not trainable,
+                custom_translation_table=_BETTER,
+            )  # fmt: skip
         except Exception as error:
             raise ExportError(f"torch.onnx.export cannot write {what}: {_reason(error)}") from error
     assert exported is not None
@@ -135,6 +139,26 @@ def _traced(
                     return program, first
     assert first is not None
     raise first from first.__cause__
+
+
+op: Any = opset18
+
+
+def _log_sigmoid(x: Any) -> Any:
+    return op.Neg(op.Softplus(op.Neg(x)))
+
+
+def _logaddexp(x: Any, y: Any) -> Any:
+    apart = op.Abs(op.Sub(x, y))  # NaN of two infinities
+    sum_of_others = op.Add(op.Max(x, y), op.Softplus(op.Neg(apart)))
+    return op.Where(op.Equal(x, y), op.Add(x, op.CastLike(op.Constant(value_float=math.log(2)), x)), sum_of_others)
+
+
+_BETTER: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.ops.aten.log_sigmoid.default: _log_sigmoid,
+    torch.ops.aten.logaddexp.default: _logaddexp,
+}
+"""The exporter's own overflow: of the first, also in binary cross entropy, the sigmoid is 0 at -20 in ONNX Runtime."""
 
 
 def _in_smaller_operators(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,10 +14,12 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from lightning_ort.lightning_packages import pl
+from lightning_ort.validation import is_whole, shown
 
 __all__ = [
     "Axes",
     "Call",
+    "DynamicAxes",
     "InferenceModule",
     "arguments_of_batch",
     "arguments_of_sample",
@@ -25,6 +28,7 @@ __all__ = [
     "check_axes",
     "default_axes",
     "first_batch",
+    "named_axes",
     "on_device",
     "other_sizes",
     "resized",
@@ -134,6 +138,35 @@ def on_device(module: nn.Module, tree: Any) -> Any:
 Axes = Mapping[str, Mapping[int, str]]
 """Input name to dimension to the name of its size."""
 
+DynamicAxes = Mapping[str, Mapping[int, str] | Sequence[int]]
+"""What users may give as :data:`Axes`: dimensions without names as well."""
+
+
+def named_axes(argument: str, axes: DynamicAxes) -> Axes:
+    """``axes`` with the names that ``torch.onnx.export`` makes up for dimensions that are only listed.
+
+    Args:
+        argument: what users call it.
+        axes: input name to dimension to the name of its size, or input name to a list of dimensions.
+
+    Raises:
+        TypeError: it is of another form.
+    """
+    if not isinstance(axes, Mapping):
+        raise TypeError(f"{argument}={shown(axes)}: expected a mapping, such as {{'x': {{0: 'batch'}}}}.")
+    found: dict[str, Mapping[int, str]] = {}
+    for name, given in axes.items():
+        listed = isinstance(given, (list, tuple))
+        if not (listed or isinstance(given, Mapping)) or not all(map(is_whole, given)):
+            raise TypeError(
+                f"{argument}[{name!r}]={shown(given)}: expected dimensions with the names of their sizes, such as "
+                "{0: 'batch'}, or a list of dimensions, such as [0]."
+            )
+        stem = re.sub(r"\W", "_", str(name))
+        made_up = {axis: f"{stem}_dynamic_axes_{i}" for i, axis in enumerate(given, 1)}
+        found[name] = given if isinstance(given, Mapping) else made_up
+    return found
+
 
 def default_axes(names: Sequence[str], tensors: Sequence[Tensor]) -> Axes:
     """The first dimension of the first input is the batch, and of all inputs that have the same size there."""
@@ -141,12 +174,14 @@ def default_axes(names: Sequence[str], tensors: Sequence[Tensor]) -> Axes:
     return {name: {0: "batch"} for name, t in zip(names, tensors, strict=True) if t.ndim and t.shape[0] == batch}
 
 
-def check_axes(axes: Axes, names: Sequence[str], tensors: Sequence[Tensor]) -> Axes:
-    """``axes`` with dimensions counted from the first.
+def check_axes(axes: DynamicAxes, names: Sequence[str], tensors: Sequence[Tensor]) -> Axes:
+    """``axes`` with dimensions counted from the first, and names for all.
 
     Raises:
+        TypeError: they are of another form.
         ValueError: they name inputs or dimensions that there are not, or one size that differs in the sample.
     """
+    axes = named_axes("dynamic", axes)
     unknown = [name for name in axes if name not in names]
     if unknown:
         raise ValueError(f"dynamic names the inputs {unknown}, but the inputs are {list(names)}.")
@@ -154,7 +189,7 @@ def check_axes(axes: Axes, names: Sequence[str], tensors: Sequence[Tensor]) -> A
     sizes: dict[str, int] = {}
     for name, tensor in zip(names, tensors, strict=True):
         for axis, size in axes.get(name, {}).items():
-            if not isinstance(axis, int) or not -tensor.ndim <= axis < tensor.ndim:
+            if not -tensor.ndim <= axis < tensor.ndim:
                 raise ValueError(
                     f"dynamic[{name!r}] names dimension {axis!r} of an input of shape {tuple(tensor.shape)}."
                 )

@@ -11,7 +11,13 @@ from typing_extensions import override
 
 from lightning_ort.environment import require_onnxruntime
 from lightning_ort.export.export import Dtype, ExportedModel, check_options, export_call, undisturbed, weights_from
-from lightning_ort.export.inputs import Axes, arguments_of_batch, arguments_of_sample, first_batch, on_device
+from lightning_ort.export.inputs import (
+    DynamicAxes,
+    arguments_of_batch,
+    arguments_of_sample,
+    first_batch,
+    on_device,
+)
 from lightning_ort.files.onnx_models import check_target
 from lightning_ort.lightning_packages import Callback, everywhere, overrides, pl, rank_zero_info
 
@@ -154,7 +160,7 @@ class ORTExport(Callback):
         method: str = "forward",
         input_names: Sequence[str] | None = None,
         output_names: Sequence[str] | None = None,
-        dynamic: Axes | None = None,
+        dynamic: DynamicAxes | None = None,
         dtype: Dtype | None = None,
         opset: int = 20,
         external_data: bool | None = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from lightning_ort.compiler.aot.inputs import InputInfo
 from lightning_ort.compiler.aot.sizes import mismatch
 from lightning_ort.compiler.aot.step_graph import StepGraph
 from lightning_ort.errors import UnsupportedError
+from lightning_ort.export.inputs import DynamicAxes
 from lightning_ort.lightning_packages import everywhere
 from lightning_ort.ondevice.exchange_optimizers import optimizer_of_torch
 from lightning_ort.ondevice.formats import Artifacts, flavour_named
@@ -43,7 +44,7 @@ def generate_artifacts(
     clip_grad_norm: float | None = None,
     flavour: str = "portable",
     prefix: str = "",
-    dynamic_axes: Mapping[str, Mapping[int, str]] | None = None,
+    dynamic_axes: DynamicAxes | None = None,
     output_names: Sequence[str] | None = None,
     additional_output_names: Sequence[str] | None = None,
     loss_input_names: Sequence[str] | None = None,
@@ -76,7 +77,8 @@ def generate_artifacts(
         clip_grad_norm: shorthand for that attribute of ``optimizer``.
         flavour: the format of the files: ``"portable"`` or ``"ort-training"``.
         prefix: put before the names of all files.
-        dynamic_axes: which sizes vary, as in ``torch.onnx.export``; by default the first of each input, ``batch``.
+        dynamic_axes: which sizes vary, by input: dimensions with the names of their sizes, ``{"x": {0: "batch"}}``, or
+            a list of dimensions, as in ``torch.onnx.export``; by default the first of each input, ``batch``.
         output_names: of the results of a module.
         additional_output_names: results that the training and evaluation steps give besides the loss; without a loss
             function all are given.
@@ -141,7 +143,7 @@ def _source(
     model: Any,
     inputs: Any,
     loss: Any,
-    dynamic_axes: Mapping[str, Mapping[int, str]] | None,
+    dynamic_axes: DynamicAxes | None,
     output_names: Sequence[str] | None,
     loss_input_names: Sequence[str] | None,
     additional: Sequence[str] | None,
@@ -215,6 +217,11 @@ def _trained(
         if requires_grad is None and optimizer is not None:
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             own = {n.removeprefix("model."): p for n, p in forward.objective.named_parameters()}
+            if wanted and not held & {id(p) for p in own.values()}:
+                raise ValueError(
+                    f"optimizer: its {len(held)} parameters are not those of the model, perhaps those of a copy of it. "
+                    "Expected an optimizer of model.parameters()."
+                )
             wanted = [n for n in wanted if id(own.get(n)) in held]
         return [n for n in known if n in wanted and n not in (frozen or ())]
 

@@ -134,7 +134,7 @@ class Properties:
     """Numbers and texts that users keep with a checkpoint."""
 
     def __init__(self, state: CheckpointState) -> None:
-        self._values = state.training_state.properties
+        self._values, self._check = state.training_state.properties, state.flavour.check_property
 
     def __getitem__(self, name: str) -> Property:
         """The value of a property.
@@ -151,11 +151,13 @@ class Properties:
 
         Raises:
             TypeError: the name is no text, or the value no int, float or str.
+            ValueError: the format of the checkpoint cannot hold the value.
         """
         if not isinstance(name, str):
             raise TypeError(f"The name of a property is {name!r}; expected a text.")
         if isinstance(value, bool) or not isinstance(value, (int, float, str)):
             raise TypeError(f"Property {name!r} is a {type(value).__name__}; expected an int, a float or a str.")
+        self._check(name, value)
         self._values[name] = value
 
     def __contains__(self, name: object) -> bool:

@@ -192,8 +192,9 @@ class Module:
             )
 
     def _chosen(self, trainable_only: bool) -> list[str]:
+        """Names in the order of ONNX Runtime's API, which is that of the training graph: parameters, then buffers."""
         values = self.state.training_state
-        names = self._train.graph.order or values.parameters
+        names = self._train.graph.order or values.tensors
         return [n for n in names if n in values.trained or not trainable_only]
 
     def _in_order(self, trainable_only: bool) -> list[Tensor]:
@@ -206,8 +207,8 @@ class Module:
     def get_contiguous_parameters(self, trainable_only: bool = False) -> onnxruntime.OrtValue:
         """A copy of the parameters, one after the other in the order of the model, as a vector of their element type.
 
-        Artifacts of the flavour ``"ort-training"`` count running statistics among the parameters that are not
-        trained, as ONNX Runtime does.
+        Running statistics and their counters, which a training step changes and an evaluation may read, are among the
+        parameters that are not trained, as ONNX Runtime has them. A counter is rounded to the element type.
 
         Args:
             trainable_only: leave out those that are not trained.
@@ -218,11 +219,13 @@ class Module:
         """
         self.require_values()
         tensors = self._in_order(trainable_only)
-        tensors = [t.to(tensors[0].dtype).reshape(-1) for t in tensors]
-        return owning(torch.cat(tensors).numpy())
+        dtype = tensors[0].dtype
+        largest = torch.finfo(dtype).max
+        floats = [t if t.is_floating_point() else t.double().clamp(max=largest) for t in tensors]
+        return owning(torch.cat([t.to(dtype).reshape(-1) for t in floats]).numpy())
 
     def get_parameters_size(self, trainable_only: bool = True) -> int:
-        """Number of elements of all parameters, by default of those that are trained."""
+        """Number of elements of :meth:`get_contiguous_parameters`, by default of what is trained."""
         return sum(self._tensors[n].numel() for n in self._chosen(trainable_only))
 
     def copy_buffer_to_parameters(self, buffer: Any, trainable_only: bool = True) -> None:
@@ -242,12 +245,21 @@ class Module:
         size = sum(t.numel() for t in targets)
         if flat.numel() != size or flat.dtype != targets[0].dtype:
             raise ValueError(
-                f"buffer holds {flat.numel()} elements of {flat.dtype}; the parameters are {size} of "
-                f"{targets[0].dtype}."
+                f"buffer holds {flat.numel()} elements of {flat.dtype}; {self._counted(trainable_only)} are {size} of "
+                f"{targets[0].dtype}. Give what get_contiguous_parameters(trainable_only={trainable_only}) of a module "
+                "of the same artifacts returns."
             )
         for target, part in zip(targets, flat.split([t.numel() for t in targets]), strict=True):
             target.copy_(part.view(target.shape))
         self.state.training_state.nominal = False
+
+    def _counted(self, trainable_only: bool) -> str:
+        """What a buffer holds, in words."""
+        buffers = {} if trainable_only else self.state.training_state.buffers
+        if not buffers:
+            return "the parameters"
+        without = sum(t.numel() for t in self.state.training_state.parameters.values())
+        return f"the parameters, which are {without}, and the running statistics together"
 
     def export_model_for_inferencing(self, inference_model_uri: Path_, graph_output_names: Sequence[str]) -> None:
         """Write the part of the evaluation graph that computes some of its values, with the present parameters.

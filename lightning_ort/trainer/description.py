@@ -17,6 +17,7 @@ __all__ = [
     "DescriptionError",
     "Input",
     "Output",
+    "ResultError",
     "TypedInput",
     "TypedOutput",
     "check_results",
@@ -251,26 +252,30 @@ def _shape_problem(entry: Input | TypedInput | Output | TypedOutput, tensor: Ten
     return ""
 
 
+class ResultError(RuntimeError):
+    """The outputs of a model are not those described."""
+
+
 def check_results(description: Description, results: Sequence[Any]) -> None:
     """Raise unless the outputs of the model are those described.
 
     Raises:
-        RuntimeError: names what differs.
+        ResultError: names what differs.
     """
     entries = description.outputs
     if len(results) != len(entries):
-        raise RuntimeError(
+        raise ResultError(
             f"The model gives {len(results)} outputs, but model_desc describes {len(entries)} "
             f"({', '.join(description.output_names())})."
         )
     for entry, result in zip(entries, results, strict=True):
         if not isinstance(result, Tensor):
-            raise RuntimeError(f"Output {entry.name!r} is a {type(result).__name__}; expected a torch.Tensor.")
+            raise ResultError(f"Output {entry.name!r} is a {type(result).__name__}; expected a torch.Tensor.")
         if entry.is_loss and result.numel() != 1:
-            raise RuntimeError(f"The loss {entry.name!r} has shape {list(result.shape)}; expected one number.")
+            raise ResultError(f"The loss {entry.name!r} has shape {list(result.shape)}; expected one number.")
         problem = "" if entry.is_loss else _shape_problem(entry, result)
         if problem:
-            raise RuntimeError(f"Output {entry.name!r} is not as described in model_desc: {problem}")
+            raise ResultError(f"Output {entry.name!r} is not as described in model_desc: {problem}")
 
 
 _ABOUT_VALUES = re.compile(r"\b(index|indices|target|class|classes|label|labels|range|bounds)\b", re.IGNORECASE)

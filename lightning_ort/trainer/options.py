@@ -63,11 +63,18 @@ class ORTTrainerOptions(_Section):
         options: nested dictionary of what shall differ from the defaults.
 
     Raises:
+        TypeError: it is no dictionary.
         ValueError: an unknown key, or a value that the key does not take.
     """
 
     def __init__(self, options: Mapping[str, Any] = {}) -> None:
-        given = dict(options)
+        try:
+            given = dict(options)
+        except (TypeError, ValueError) as error:
+            raise type(error)(
+                f"options={shown(options)}: expected a dictionary, such as {{'device': {{'id': 'cpu'}}}}; without an "
+                f"argument all options have their defaults ({error})."
+            ) from None
         validator = _OptionsValidator(SCHEMA)
         validated = validator.validated(given)
         if validated is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import IO, Any
 
 import numpy as np
@@ -23,9 +23,15 @@ from lightning_ort.optim.step_info import TrainStepInfo
 from lightning_ort.trainer.optimizer import Optimizer, as_array
 from lightning_ort.trainer.options import ORTTrainerOptions
 from lightning_ort.trainer.step import CombinedModule
-from lightning_ort.validation import is_plain
+from lightning_ort.validation import is_plain, shown
 
 __all__ = ["TrainerState", "settings_of", "weights_of"]
+
+_LOADED = ("model", "optimizer", "train_step_info", "loss_scaler")
+"""The keys of a state whose values are taken over."""
+
+_OTHER = ("trainer_options", "partition_info", "user_dict", orttrainer.LIGHTNING)
+"""Further ones, of files: they tell of the training that gave it."""
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
@@ -99,7 +105,9 @@ class TrainerState:
             strict: refuse keys that are missing or unexpected. Otherwise what is missing stays as it is.
 
         Raises:
-            RuntimeError: see ``strict``; or a shape is not the model's. Nothing has been changed.
+            TypeError: it is no dictionary. Nothing has been changed.
+            RuntimeError: see ``strict``; nothing in it is this trainer's; or a shape is not the model's. Nothing has
+                been changed.
             AssertionError: the state of another optimizer. Nothing has been changed.
 
         Warns:
@@ -190,12 +198,16 @@ class TrainerState:
             The ``user_dict`` that was saved; of a Lightning checkpoint its ``epoch`` and ``global_step``.
 
         Raises:
+            TypeError: something else than paths and files.
             CheckpointError: no checkpoint, none of an ORTTrainer, or a damaged one; a Lightning checkpoint whose names
                 or optimizer do not fit. It is a ``ValueError``; for a damaged file also an ``OSError``.
             ValueError: ``user_dict`` is pickled.
             AssertionError: more or fewer files than the checkpoint has, or another optimizer's.
             RuntimeError: see :meth:`load_state_dict`.
         """
+        for path in paths:
+            if not isinstance(path, (str, os.PathLike)) and not callable(getattr(path, "read", None)):
+                raise TypeError(f"path={shown(path)}: expected the path of a checkpoint, or an open binary file.")
         if len(paths) == 1 and lightning.is_lightning(paths[0]):
             found = lightning.read(paths[0], allow_pickle=allow_pickle)
             with refusing(paths[0], "a checkpoint of Lightning whose content does not fit together"):
@@ -304,9 +316,15 @@ def _check_state(trainer: TrainerState, state: Any, *, strict: bool) -> None:
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"'state_dict' must be a dict, not {type(state).__name__}")
+    _check_sections(state, strict)
     weights = state.get("model", {}).get("full_precision", {})
     if "model" in state:
         _compare_keys(weights, trainer._weights, "state_dict[model][full_precision]", strict)
+        if weights and not set(weights) & set(trainer._weights):
+            raise RuntimeError(
+                f"No key of state_dict[model][full_precision] is a weight of the model. Its keys: {_listed(weights)}; "
+                f"the weights: {_listed(trainer._weights)}."
+            )
     for name, value in weights.items():
         if name in trainer._weights:
             _compare_shapes(value, trainer._weights[name], f"state_dict[model][full_precision][{name}]")
@@ -331,6 +349,23 @@ def _check_state(trainer: TrainerState, state: Any, *, strict: bool) -> None:
         warnings.warn("Missing key: optimizer in state_dict", UserWarning, stacklevel=4)
     if "train_step_info" not in state:
         warnings.warn("Missing key: train_step_info in state_dict", UserWarning, stacklevel=4)
+
+
+def _check_sections(state: Mapping[str, Any], strict: bool) -> None:
+    """Refuse what has nothing of a state, such as the weights of a module alone."""
+    if not any(key in state for key in _LOADED):
+        raise RuntimeError(
+            f"state_dict has none of the keys {', '.join(_LOADED)}: nothing of it could be loaded. Its keys: "
+            f"{_listed(state)}. Expected what ORTTrainer.state_dict() gives; where there are only weights, "
+            "{'model': {'full_precision': weights}}."
+        )
+    _compare_keys(state, {}, "state_dict", strict, {*_LOADED, *_OTHER})
+    if "model" in state and "full_precision" not in state["model"]:
+        raise RuntimeError(f"Missing keys: ['full_precision'] in state_dict[model]; it has {_listed(state['model'])}.")
+
+
+def _listed(keys: Collection[str]) -> str:
+    return ", ".join([*map(repr, list(keys)[:5]), *(["..."] if len(keys) > 5 else [])]) or "none"
 
 
 def _compare_keys(

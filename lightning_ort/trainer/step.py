@@ -21,7 +21,7 @@ from lightning_ort.compiler.plan import Fallback
 from lightning_ort.compiler.reference import Buffers, ForkedRNG
 from lightning_ort.errors import CompilationError, IndexOutOfRangeError, RefusedValueError
 from lightning_ort.runtime.config import RuntimeConfig
-from lightning_ort.trainer.description import Description, check_results, gather, summary
+from lightning_ort.trainer.description import Description, ResultError, check_results, gather, summary
 
 __all__ = ["CombinedModule", "Execution", "Step"]
 
@@ -258,7 +258,9 @@ class Execution:
                 kind = type(error)
             name = "train_step" if training else "eval_step"
             reason = reason.strip() + ("" if reason.rstrip().endswith(".") else ".")
-            raise kind(f"{name} failed: {reason}{summary(self._description, inputs, reason)}") from error
+            # sizes and places of outputs are no values of inputs
+            about_values = "" if isinstance(error, ResultError) else reason
+            raise kind(f"{name} failed: {reason}{summary(self._description, inputs, about_values)}") from error
 
     def done(self, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         """After a step: warn the caller's caller of what runs in torch, and note types and sizes of the first one."""

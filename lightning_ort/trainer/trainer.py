@@ -139,8 +139,7 @@ class ORTTrainer(TrainerState):
 
     def _check_names(self) -> None:
         """Raise if the options or the optimizer name weights that there are not."""
-        frozen = self.options.utils.frozen_weights
-        unknown = [name for name in frozen if not isinstance(name, str) or name not in self._weights]
+        unknown = [name for name in self._frozen() if not isinstance(name, str) or name not in self._weights]
         if unknown:
             raise RuntimeError(
                 f"{unknown} params from 'frozen_weights' not found in the ONNX model. Its weights are "
@@ -148,10 +147,17 @@ class ORTTrainer(TrainerState):
             )
         check_groups(self.optim_config, self._weights)
 
+    def _frozen(self) -> list[Any]:
+        """Names of ``frozen_weights``; that of a tensor which has several is the one under which it is trained."""
+        first = {id(tensor): name for name, tensor in self._weights.items()}
+        same = {name: first.get(id(t), name) for name, t in self._combined.model.state_dict(keep_vars=True).items()}
+        given = self.options.utils.frozen_weights
+        return [same.get(n, n) if isinstance(n, str) and n not in self._weights else n for n in given]
+
     def _freeze(self) -> dict[str, nn.Parameter]:
         """Take the frozen weights out of the gradients; the weights that are trained."""
         params = {n: t for n, t in self._weights.items() if isinstance(t, nn.Parameter)}
-        for name in self.options.utils.frozen_weights:
+        for name in self._frozen():
             if name in params:
                 params[name].requires_grad_(False)
         return {name: p for name, p in params.items() if p.requires_grad}
@@ -263,7 +269,7 @@ class ORTTrainer(TrainerState):
 
         Raises:
             AssertionError: ``path`` is no string.
-            ValueError: its folder does not exist.
+            ValueError: it is a folder, or its folder does not exist.
             ExportError: torch cannot trace the model for all sizes that ``model_desc`` leaves open, or ONNX Runtime
                 does not load the file.
             MismatchError: the file gives other results than the module.
@@ -285,6 +291,8 @@ class ORTTrainer(TrainerState):
             return
         if not os.fspath(path) or not os.path.isdir(os.path.dirname(os.fspath(path)) or "."):
             raise ValueError(f"'path' is not valid or does not exist: {os.fspath(path)!r}")
+        if os.path.isdir(path):
+            raise ValueError(f"'path' is not valid, it is a folder: {os.fspath(path)!r}. Name a file in it.")
         names, inputs = [entry.name for entry in self.model_desc.inputs], self._execution.example
         # values that are made up may be none that the model takes
         expected = None if inputs is None else results_of(self._combined, names, inputs)

@@ -146,12 +146,12 @@ def as_scalar(name: str, value: Any) -> float:
     """A number from whatever holds exactly one.
 
     Raises:
-        ValueError: it holds none or several, or is not finite.
+        ValueError: it holds none or several, or one that is negative or not finite.
     """
     tensor = as_tensor(name, value)
     if tensor.numel() != 1:
         raise ValueError(f"Input {name!r} has shape {tuple(tensor.shape)}; expected one number.")
     number = float(tensor)
-    if not np.isfinite(number):
-        raise ValueError(f"Input {name!r} is {number}; expected a finite number.")
+    if not np.isfinite(number) or number < 0:
+        raise ValueError(f"Input {name!r} is {number}; expected a finite number from 0.")
     return number

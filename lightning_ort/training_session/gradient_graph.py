@@ -52,10 +52,9 @@ class GradientGraphBuilder:
         if not isinstance(loss_name, str):
             raise TypeError(f"loss_name={shown(loss_name)}: expected the name of an output, or ''.")
         self._loss_name = loss_name
-        with using(self._name):
-            _require("y_names", self._y_names, [o.name for o in self._proto.graph.output], "output")
-            sources = dict.fromkeys(i.name for i in [*self._proto.graph.initializer, *self._proto.graph.input])
-            _require("x_names", self._x_names, list(sources), "initializer or input")
+        _require("y_names", self._y_names, [o.name for o in self._proto.graph.output], "output")
+        sources = dict.fromkeys(i.name for i in [*self._proto.graph.initializer, *self._proto.graph.input])
+        _require("x_names", self._x_names, list(sources), "initializer or input")
         if loss_name and loss_name not in self._y_names:
             raise ValueError(f"loss_name {loss_name!r} is not one of y_names: {', '.join(self._y_names)}.")
         self._model: ir.Model | None = None

@@ -14,10 +14,10 @@ from lightning_ort.compiler.aot.emit import written
 from lightning_ort.compiler.aot.inputs import InputInfo, input_infos
 from lightning_ort.compiler.aot.joint import GRAD, NEW, trace_joint
 from lightning_ort.compiler.aot.reference import StepReference
-from lightning_ort.compiler.aot.sizes import independent, mismatch, settled
+from lightning_ort.compiler.aot.sizes import independent, mismatch, settled, size_text
 from lightning_ort.compiler.aot.step_graph import StepGraph
 from lightning_ort.compiler.aot.step_runner import StepRunner
-from lightning_ort.errors import MismatchError
+from lightning_ort.errors import MismatchError, UnsupportedError
 from lightning_ort.files.onnx_models import save_onnx
 from lightning_ort.onnx_reader import OnnxModule
 from lightning_ort.runtime.factory import SessionFactory
@@ -55,7 +55,7 @@ class TrainingGraph:
 
     Raises:
         ValueError: the loss depends on none of ``gradients``.
-        UnsupportedError: the graph cannot be differentiated.
+        UnsupportedError: the graph cannot be differentiated, or the loss is of a size that varies.
 
     Attributes:
         infos: the inputs, with what the operators require of their sizes.
@@ -98,6 +98,13 @@ class TrainingGraph:
             raise ValueError(
                 f"No weight is trained: the loss {loss!r} has a gradient by none of {', '.join(map(repr, gradients))}."
             )
+        like = joint.results[loss].meta["val"]
+        shape = [size_text(size, joint.names) for size in like.shape]
+        if trains and not all(isinstance(size, int) for size in shape):
+            raise UnsupportedError(
+                f"loss_output_name={loss!r}: this output has shape {shape}, whose size varies; expected one number. "
+                "Reduce it in the graph, by ReduceMean or ReduceSum with keepdims=0."
+            )
         self.infos, self._joint = joint.infos, joint
         infos = [*joint.infos]
         model = written(joint, proto, fed=tensors)
@@ -107,7 +114,6 @@ class TrainingGraph:
         for value in passed:
             model.graph.outputs.remove(value)
         self._passed = [str(v.name) for v in passed]
-        like = joint.results[loss].meta["val"]
         self._seed: list[torch.Tensor] = []
         if f"{loss}{GRAD}" in inputs:
             infos.append(InputInfo(f"{loss}{GRAD}", like.dtype, tuple(like.shape)))

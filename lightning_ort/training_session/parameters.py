@@ -14,7 +14,7 @@ from lightning_ort.errors import UnsupportedError
 from lightning_ort.onnx_reader.initializers import trainable_initializers
 from lightning_ort.validation import is_number, is_whole, shown
 
-__all__ = ["TrainingParameters", "check_types", "check_weights", "trained_weights"]
+__all__ = ["TrainingParameters", "check_types", "check_weights", "trained_weights", "why_none"]
 
 _UPDATED = {TensorProto.FLOAT, TensorProto.DOUBLE}
 """Element types of weights that the optimizers update."""
@@ -168,6 +168,19 @@ def trained_weights(model: onnx.ModelProto, parameters: TrainingParameters) -> l
     wanted, excluded = parameters.weights_to_train, parameters.weights_not_to_train
     chosen = wanted or set(trainable_initializers(model, excluded)) - _immutable(model, parameters.immutable_weights)
     return [name for name in known if name in chosen and name not in excluded]
+
+
+def why_none(model: onnx.ModelProto, parameters: TrainingParameters) -> str:
+    """Say which option leaves no weight to be trained, where :func:`trained_weights` finds none."""
+    wanted, excluded = parameters.weights_to_train, parameters.weights_not_to_train
+    known = sorted(wanted) or trainable_initializers(model, excluded)
+    if not known:
+        return "no float initializer of the model leads to an output in a way that has a gradient."
+    option = "weights_not_to_train" if not set(known) - excluded else "weights_not_to_train and immutable_weights"
+    if not excluded & set(known):
+        option = "immutable_weights"
+    source = "of weights_to_train" if wanted else "that could be"
+    return f"{option} names all weights {source} ({', '.join(known)}). Leave out what is to be trained."
 
 
 def check_types(model: onnx.ModelProto, trained: Collection[str], optimizer: str) -> None:

@@ -27,9 +27,15 @@ from lightning_ort.runtime.tensors import ONNX, owning
 from lightning_ort.training_session.binding import TrainingBinding, as_feed, as_scalar, as_tensor
 from lightning_ort.training_session.graph import TrainingGraph, save_graphs
 from lightning_ort.training_session.optimizer import WeightUpdate
-from lightning_ort.training_session.parameters import TrainingParameters, check_types, check_weights, trained_weights
+from lightning_ort.training_session.parameters import (
+    TrainingParameters,
+    check_types,
+    check_weights,
+    trained_weights,
+    why_none,
+)
 from lightning_ort.training_session.signature import SessionInfo, signature_session
-from lightning_ort.validation import flag, shown
+from lightning_ort.validation import flag, names, shown
 
 __all__ = ["TrainingSession"]
 
@@ -93,11 +99,11 @@ class TrainingSession(SessionInfo):
         check_weights(self._proto, parameters)
         with using(self._name):
             trained = trained_weights(self._proto, parameters)
-            if not trained:
-                raise ValueError("No weight is trained: the model has no float initializer that may be.")
+        if not trained:
+            raise ValueError(f"No weight is trained: {why_none(self._proto, parameters)}")
+        with using(self._name):
             if parameters.training_optimizer_name:
                 check_types(self._proto, trained, parameters.training_optimizer_name)
-        with using(self._name):
             self._module = to_torch(self._proto, trained)
         by_name = {onnx_name: path for path, onnx_name in self._module.parameter_names.items()}
         tensors = dict(self._module.named_parameters())
@@ -178,23 +184,26 @@ class TrainingSession(SessionInfo):
             input_feed: name to numpy array, OrtValue or torch tensor, of the element type and shape that the file
                 declares. With an optimizer it must hold the learning rate, one float, under ``lr_params_feed_name``;
                 an evaluation needs none.
-            run_options: with ``only_execute_path_to_fetches`` set, evaluate.
+            run_options: an ``onnxruntime.RunOptions``; with ``only_execute_path_to_fetches`` set, evaluate.
 
         Returns:
             The outputs as numpy arrays of their own memory.
 
         Raises:
+            TypeError: an argument of another kind; nothing has been changed then.
             ValueError: an unknown output, or a feed that does not fit; nothing has been changed then.
             MismatchError: a first run gives something else than torch, named in the words of the file; nothing has
                 been changed then.
         """
-        evaluate = bool(getattr(run_options, "only_execute_path_to_fetches", False))
+        if run_options is not None and not isinstance(run_options, onnxruntime.RunOptions):
+            raise TypeError(f"run_options={shown(run_options)}: expected an onnxruntime.RunOptions, or None.")
+        evaluate = run_options is not None and run_options.only_execute_path_to_fetches
         known = self._forward_outputs if evaluate else self._output_names
-        names = list(output_names or known)
-        unknown = [n for n in names if n not in known]
+        wanted = [] if output_names is None else names("output_names", output_names)
+        unknown = [n for n in wanted if n not in known]
         if unknown:
             raise ValueError(f"The session has no output {', '.join(map(repr, unknown))}. It has: {', '.join(known)}.")
-        given = dict(input_feed)
+        given = _mapping("input_feed", input_feed, "input names to arrays")
         rate_name = self._parameters.lr_params_feed_name
         lr = None
         if self._updates is not None and rate_name in given:
@@ -206,7 +215,7 @@ class TrainingSession(SessionInfo):
             found = self._forward(feed, 1.0, evaluate=True)
         else:
             found = self._step(feed, lr)
-        return [found[n] for n in names]
+        return [found[n] for n in wanted or known]
 
     def _forward(
         self, feed: Mapping[str, torch.Tensor], scale: float, *, evaluate: bool = False
@@ -310,9 +319,11 @@ class TrainingSession(SessionInfo):
             strict: raise if a name is missing.
 
         Raises:
+            TypeError: ``state_dict`` is no mapping.
             ValueError: an unknown name (whether strict or not), a missing one, or a wrong shape or element type.
                 Nothing has been changed then.
         """
+        state_dict = _mapping("state_dict", state_dict, "names to arrays, as get_state gives")
         layout = {} if self._updates is None else self._updates.layout()
         flat = {
             (name if weight == SHARED else f"{name}_{weight}"): (weight, name)
@@ -386,6 +397,17 @@ class TrainingSession(SessionInfo):
         self._make(_sessions(providers, provider_options, self._options))
 
 
+def _mapping(name: str, value: Any, expected: str) -> dict[str, Any]:
+    """A copy of a mapping.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name}={shown(value)}: expected a mapping from {expected}.")
+    return dict(value)
+
+
 def _sessions(providers: Sequence[Any] | None, provider_options: Any, session_options: Any) -> SessionFactory:
     """What makes the sessions, after all that was given is known to be heeded."""
     config = RuntimeConfig(*_split(providers, provider_options), session_options)
@@ -402,9 +424,9 @@ def _split(providers: Sequence[Any] | None, options: Any) -> tuple[list[str] | N
     for p in providers:
         if isinstance(p, tuple) and not (len(p) == 2 and isinstance(p[1], Mapping)):
             raise ProviderError(f"providers holds {shown(p)}: expected names, or tuples of a name and its options.")
-    names = [p[0] if isinstance(p, tuple) else p for p in providers]
+    found = [p[0] if isinstance(p, tuple) else p for p in providers]
     if any(isinstance(p, tuple) for p in providers):
         if options:
             raise ValueError("provider_options cannot be given together with options in providers.")
         options = [dict(p[1]) if isinstance(p, tuple) else {} for p in providers]
-    return names, options
+    return found, options

@@ -230,6 +230,21 @@ def test_tracebacks_for_those_who_ask(monkeypatch):
         call("fit", *MODEL, "--trainer.max_epochs=x")
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("cache", "--clea"),
+        ("doctor", "--hel"),
+        ("new", "never", "--hel"),
+        ("--vers",),
+        ("fit", *MODEL, "--trainer.max_ep=1"),
+    ],
+)
+def test_abbreviations_are_no_options(arguments, capsys):
+    assert call(*arguments) == 2
+    assert arguments[-1].partition("=")[0] in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["cache", "doctor"])
 def test_who_reads_the_output_has_gone(command):
     reading, writing = os.pipe()

@@ -10,6 +10,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from modules import CLASSES, FEATURES, Classifier, TextClassifier, sentences, table
@@ -89,6 +90,14 @@ def test_sizes_by_request(path):
     for shape in ((1, 1), (3, 30)):
         tokens = torch.randint(1, 20, shape)
         np.testing.assert_allclose(run(path, tokens=tokens)[0], module(tokens).detach(), rtol=0, atol=1e-5)
+
+
+def test_names_of_listed_sizes_are_those_of_torch(path, sample):
+    module = of(lambda s, x: s.linear(x))
+    exported = export_onnx(module, path, sample, dynamic={"x": [0]})
+    assert exported.inputs == {"x": ("x_dynamic_axes_1", 6)}
+    other = torch.randn(7, 6)
+    np.testing.assert_allclose(run(path, x=other)[0], module(other).detach(), rtol=0, atol=1e-5)
 
 
 def test_fixed_sizes_by_request(path, sample):
@@ -292,6 +301,10 @@ def test_what_cannot_be_exported(path, sample, forward, message, capfd):
         (0, {"tolerance": -1.0}, ValueError, r"tolerance=-1.0: expected a share"),
         (0, {"dynamic": {"y": {0: "batch"}}}, ValueError, r"the inputs \['y'\], but the inputs are \['x'\]"),
         (0, {"dynamic": {"x": {2: "n"}}}, ValueError, r"dynamic\['x'\] names dimension 2 of .* shape \(5, 6\)"),
+        (0, {"dynamic": {"x": [2]}}, ValueError, r"dynamic\['x'\] names dimension 2 of .* shape \(5, 6\)"),
+        (0, {"dynamic": ["x"]}, TypeError, r"dynamic=\['x'\] \(a list\): expected a mapping"),
+        (0, {"dynamic": {"x": 0}}, TypeError, r"dynamic\['x'\]=0: expected dimensions with the names"),
+        (0, {"dynamic": {"x": ["batch"]}}, TypeError, r"dynamic\['x'\]=\['batch'\] .*, or a list of dimensions"),
         (0, {"dynamic": {"x": {0: 3}}}, ValueError, r"dynamic\['x'\]\[0\] is 3: expected a name"),
         (0, {"dynamic": {"x": {0: "n", 1: "n"}}}, ValueError, r"two dimensions 'n', but one is 5 long"),
         (0, {"input_names": ["a", "b"]}, ValueError, r"input_names=\['a', 'b'\]: expected 1 names, which are \['x'\]"),
@@ -339,6 +352,22 @@ def test_a_loss_with_label_smoothing(path, shape):
 
     logits = torch.randn(*shape[:1], 4, *shape[1:])
     assert export_onnx(Loss(), path, (logits, torch.randint(0, 4, shape)), dynamic={}).difference < 1e-5
+
+
+LARGE = {
+    "log sigmoid": F.logsigmoid,
+    "binary cross entropy": lambda x: F.binary_cross_entropy_with_logits(x, (x < 0).float(), reduction="none"),
+    "logaddexp": lambda x: torch.logaddexp(x, 2 * x),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_numbers(path, name):
+    """No exponential overflows, and no logarithm is of zero."""
+    x = torch.tensor([-100.0, -50.0, -20.0, 0.0, 25.0, 100.0])
+    export_onnx(of(lambda s, x: LARGE[name](x)), path, torch.randn(6))
+    (got,) = onnxruntime.InferenceSession(path).run(None, {"x": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(got), LARGE[name](x))
 
 
 def test_a_module_for_one_size_only(path, sample):

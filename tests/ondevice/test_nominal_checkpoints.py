@@ -120,6 +120,34 @@ def test_a_nominal_checkpoint_is_completed_by_a_buffer(written, tmp_path):
     assert not CheckpointState.load_checkpoint(path).training_state.nominal
 
 
+def test_a_buffer_brings_running_statistics(written):
+    folder, flavour = written
+    state, module, optimizer = opened(folder, flavour, "a_checkpoint")
+    train(module, optimizer, batches())
+    other, nominal, _ = opened(folder, flavour, "a_nominal_checkpoint")
+    flat = module.get_contiguous_parameters()
+    assert flat.numpy().size == module.get_parameters_size(False) == 322 + 81
+    nominal.copy_buffer_to_parameters(flat, trainable_only=False)
+    for name, buffer in state.training_state.buffers.items():
+        assert not torch.equal(buffer, network().state_dict()[name])
+        assert torch.equal(other.training_state.buffers[name], buffer)
+    x, y = (t.numpy() for t in batches()[0])
+    assert nominal.eval()(x, y) == module.eval()(x, y)
+    # parameters, then buffers, as ONNX Runtime's API has them
+    order = [t.numpy().ravel() for t in state.training_state.tensors.values()]
+    np.testing.assert_array_equal(flat.numpy(), np.concatenate(order))
+    # and back
+    nominal.train()
+    train(nominal, Optimizer(folder / f"a_{NAMES[flavour][2]}", nominal), batches())
+    module.copy_buffer_to_parameters(nominal.get_contiguous_parameters(), trainable_only=False)
+    assert nominal.eval()(x, y) == module(x, y)
+    assert {int(t) for n, t in state.training_state.buffers.items() if "tracked" in n} == {9}
+    wrong = r"322 elements .*; the parameters, which are 322, and the running statistics together are 403 of torch.fl"
+    with pytest.raises(ValueError, match=wrong):
+        module.copy_buffer_to_parameters(flat.numpy()[:322], trainable_only=False)
+    assert nominal(x, y) == module(x, y)
+
+
 def test_the_file_holds_no_values(written):
     folder, flavour = written
     suffix = NAMES[flavour][3]

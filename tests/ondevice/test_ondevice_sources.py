@@ -229,6 +229,17 @@ def test_a_size_that_is_left_out_of_dynamic_axes_is_told(tmp_path):
         generate_artifacts(network, tmp_path / "a", dynamic_axes={"input": {0: "n"}}, **options)
 
 
+def test_listed_dimensions_vary(tmp_path):
+    network = nn.Linear(20, 10)
+    inputs = {"input": torch.randn(6, 20), "target": torch.randint(0, 10, (6,))}
+    axes = {"input": [0], "target": [0]}
+    generate_artifacts(network, tmp_path, inputs=inputs, loss="CrossEntropyLoss", optimizer=SGD, dynamic_axes=axes)
+    _, module, optimizer = opened(tmp_path)
+    data = [(torch.randn(n, 20), torch.randint(0, 10, (n,))) for n in (6, 3, 17)]
+    found = train(module, optimizer, data)
+    np.testing.assert_allclose(found, torch_losses(network, F.cross_entropy, data), rtol=0, atol=1e-6)
+
+
 def test_inputs_that_do_not_fit_each_other(tmp_path):
     inputs = {"input": torch.randn(16, 5), "target": torch.randn(16)}
     with pytest.raises(
@@ -245,7 +256,10 @@ BAD = {
     "names": ({"inputs": {"a": torch.zeros(2, 20)}, "loss": "MSELoss"}, ValueError, "has a, but forward takes x"),
     "loss": ({"loss": "Hinge"}, ValueError, "loss='Hinge': expected one of MSELoss, CrossEntropyLoss"),
     "loss_type": ({"loss": 3}, TypeError, "loss=3 is no loss function"),
-    "scalar": ({"loss": nn.CrossEntropyLoss(reduction="none")}, UnsupportedError, r"shape \(.*\); expected one float"),
+    "scalar": (
+        {"loss": nn.CrossEntropyLoss(reduction="none")}, UnsupportedError,
+        r"^The loss function's result is torch.float32 of shape \(batch,\); expected one f.* number, such as a mean\.$",
+    ),
     "optimizer": ({"optimizer": "Adagrad"}, ValueError, "optimizer='Adagrad': expected an OptimizerConfig, or one of"),
     "clip": ({"optimizer": None, "clip_grad_norm": 1.0}, ValueError, "clip_grad_norm was given without an optimizer"),
     "flavour": ({"flavour": "tflite"}, ValueError, "flavour='tflite': expected 'portable' or 'ort-training'"),
@@ -257,6 +271,12 @@ BAD = {
     "nothing": ({"requires_grad": [], "optimizer": "SGD"}, ValueError, "No parameter is trained"),
     "axes": ({"dynamic_axes": {"z": {0: "b"}}}, ValueError, "dynamic_axes: there is no input"),
     "dimension": ({"dynamic_axes": {"x": {2: "b"}}}, ValueError, "'x' has 2 dimensions, but not number 2"),
+    "list": ({"dynamic_axes": [0]}, TypeError, r"dynamic_axes=\[0\] \(a list\): expected a mapping"),
+    "number": ({"dynamic_axes": {"x": 0}}, TypeError, r"dynamic_axes\['x'\]=0: .*, or a list of dimensions"),
+    "copy": (
+        {"optimizer": torch.optim.SGD(make().parameters(), 0.1)}, ValueError,
+        "^optimizer: its 6 parameters are not those of the model, perhaps those of a copy of it",
+    ),
     "output": ({"additional_output_names": ["h"]}, UnsupportedError, "there is no result 'h'; there are loss, output"),
     "ort_format": ({"ort_format": True}, UnsupportedError, r"ort_format=True.*convert_onnx_models_to_ort <artifact_d"),
     "library": (

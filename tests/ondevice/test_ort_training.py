@@ -25,6 +25,16 @@ def opened(folder: Path, checkpoint: str = "checkpoint") -> tuple[CheckpointStat
     return state, module, Optimizer(folder / "optimizer_model.onnx", module)
 
 
+@pytest.mark.parametrize("value", [2**63, -(2**63) - 1, 1e39, "\ud800"])
+def test_properties_that_the_format_cannot_hold_are_refused_at_once(value):
+    state = CheckpointState.load_checkpoint(DATA / "wheel_mlp" / "checkpoint_after")
+    with pytest.raises(ValueError, match=r"Property 'n' is .*, which a checkpoint of flavour .*cannot hold"):
+        state.properties["n"] = value
+    assert "n" not in state.properties
+    for possible in (2**63 - 1, -(2**63), 3.4e38, float("inf"), "é"):
+        state.properties["n"] = possible
+
+
 @pytest.fixture(scope="module")
 def generated(tmp_path_factory):
     """Artifacts of both recorded models, to be written with various optimizers."""

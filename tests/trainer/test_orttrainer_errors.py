@@ -236,6 +236,14 @@ def test_first_call_with_too_few_inputs_leaves_a_trainer_that_can_begin():
     assert float(fresh.train_step(X, LABEL)[0]) == pytest.approx(expected, abs=1e-6)
 
 
+def test_a_described_size_is_no_value_of_an_input():
+    label = LABEL % 3 + 1
+    wrong = description()
+    wrong["outputs"][1] = ("logits", ["b", 11])
+    with pytest.raises(RuntimeError, match=r"index 1 got: 10 expected: 11\. The inputs were .*, values 1 to 3\."):
+        built(model_desc=wrong).train_step(X, label)
+
+
 def test_state_and_checkpoint_before_a_step_hold_the_weights_and_fresh_moments(tmp_path):
     fresh, module = trainer(ADAM()), make()
     state = fresh.state_dict()

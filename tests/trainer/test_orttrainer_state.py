@@ -200,6 +200,32 @@ def test_strict_loading_names_keys(state, used, path, value, message, fresh):
     assert_same(found.state_dict(), expected)
 
 
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("given", [{}, make().state_dict()], ids=["empty", "a module's"])
+def test_a_state_of_which_nothing_is_known_is_refused(used, given, strict):
+    with pytest.raises(RuntimeError, match=r"^state_dict has none of the keys model, optimizer, train_step_info"):
+        used.load_state_dict(given, strict=strict)
+
+
+def test_unexpected_sections_are_named(used, state):
+    with pytest.raises(RuntimeError, match=r"^Unexpected keys: \['fc1.bias'\] in state_dict$"):
+        used.load_state_dict({**state, "fc1.bias": np.zeros(32)})
+    used.load_state_dict({**state, "fc1.bias": np.zeros(32)}, strict=False)
+    flat_weights = {"model": state["model"]["full_precision"]}
+    with pytest.raises(RuntimeError, match=r"Missing keys: \['full_precision'\] in state_dict\[model\]; it has 'fc1"):
+        used.load_state_dict(flat_weights, strict=False)
+    renamed = {f"module.{n}": w for n, w in state["model"]["full_precision"].items()}
+    with pytest.raises(RuntimeError, match=r"No key of .* is a weight of the model\. Its keys: 'module\.fc1"):
+        used.load_state_dict({**state, "model": {"full_precision": renamed}}, strict=False)
+    assert_same(used.state_dict(), state)
+
+
+@pytest.mark.parametrize("paths", [(None,), (FILE, 3), ([FILE],)])
+def test_what_is_no_path_is_no_checkpoint(used, paths):
+    with pytest.raises(TypeError, match=r"^path=.*: expected the path of a checkpoint, or an open binary file\.$"):
+        used.load_checkpoint(*paths)
+
+
 MISMATCHED = [
     (
         (*W, "fc1.bias"),

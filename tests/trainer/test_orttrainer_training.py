@@ -135,6 +135,16 @@ def test_frozen_weights_and_weights_without_gradient_stay():
     assert state["optimizer"].keys() == before.keys() - same
 
 
+def test_a_frozen_weight_may_have_any_of_its_names():
+    model = make()
+    model.again = model.fc1
+    before = copy.deepcopy(model.state_dict())
+    found = trainer(model=model, utils={"frozen_weights": ["again.bias"]})
+    found.train_step(X, LABEL)
+    same = {name for name, value in model.state_dict().items() if torch.equal(value, before[name])}
+    assert same == {"fc1.bias", "again.bias"}
+
+
 def test_small_weights_and_shared_and_unused_ones():
     class Odd(nn.Module):
         def __init__(self):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx.parser
 import pytest
@@ -28,6 +30,38 @@ def test_a_loss_that_depends_on_no_weight_is_refused() -> None:
     model = parse("g (float[N,4] x) => (float loss) { loss = ReduceMean<keepdims=0>(x) }", w=np.ones(4, np.float32))
     with pytest.raises(ValueError, match="No weight is trained: the loss 'loss' has a gradient by none of 'w'"):
         TrainingSession(model, parameters("SGDOptimizer", weights_to_train={"w"}))
+
+
+MUL = "g (float[N,2] x) => (float[N,2] z, float loss) { z = Mul(x, w) loss = ReduceSum<keepdims=0>(z) }"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weights_not_to_train": {"w"}}, r"weights_not_to_train names all weights that could be \(w\)\. Leave out"),
+        (
+            {"weights_to_train": {"w"}, "weights_not_to_train": {"w"}},
+            r"weights_not_to_train names all weights of weights_to_train \(w\)",
+        ),
+        ({"immutable_weights": {"Mul": {1: 2.0}}}, r"immutable_weights names all weights that could be \(w\)"),
+    ],
+)
+def test_an_option_that_leaves_no_weight_is_named(options: dict[str, Any], message: str) -> None:
+    model = parse(MUL, w=np.array([2], np.float32))
+    with pytest.raises(ValueError, match=f"^No weight is trained: {message}"):
+        TrainingSession(model, parameters("SGDOptimizer", **options))
+
+
+def test_a_model_without_weights_is_refused() -> None:
+    model = parse(MUL.replace("Mul(x, w)", "Abs(x)"))
+    with pytest.raises(ValueError, match=r"^No weight is trained: no float initializer of the model leads to"):
+        TrainingSession(model, parameters("SGDOptimizer"))
+
+
+def test_a_loss_of_open_size_is_refused() -> None:
+    model = parse(MUL, w=np.ones(2, np.float32))
+    with pytest.raises(UnsupportedError, match=r"loss_output_name='z': this output has shape \['N', 2\], whose size"):
+        TrainingSession(model, parameters("SGDOptimizer", loss_output_name="z"))
 
 
 @pytest.mark.parametrize(("taken", "trained"), [(True, "w"), (False, "w_1")])

@@ -306,11 +306,26 @@ def test_what_does_not_fit_is_refused(files: dict[str, bytes]) -> None:
         ({**BATCH, "q": 1, RATE: 0.1}, r"unknown: q"),
         ({**BATCH, "x": BATCH["x"].astype(np.float64), RATE: 0.1}, r"'x' is torch.float64; expected torch.float32"),
         ({**BATCH, "x": BATCH["x"][:, :3], RATE: 0.1}, r"'x' has shape \(16, 3\)"),
+        ({**BATCH, RATE: -0.1}, r"Input 'Learning_Rate' is -0\.1; expected a finite number from 0\."),
     ):
         with pytest.raises(ValueError, match=message):
             session.run(None, feed)
     with pytest.raises(ValueError, match="The session has no output 'q'"):
         session.run(["q"], {**BATCH, RATE: 0.1})
+
+
+def test_arguments_of_another_kind_change_nothing(files: dict[str, bytes]) -> None:
+    session: Any = TrainingSession(files["mlp"], parameters("SGDOptimizer"))
+    before, feed, options = session.get_state(), {**BATCH, RATE: 0.1}, {"only_execute_path_to_fetches": True}
+    for call, message in (
+        (lambda: session.run(None, feed, options), r"run_options=\{.*\} \(a dict\): expected an onnxruntime.RunO"),
+        (lambda: session.run("loss", feed), r"output_names='loss' is one name: expected a list"),
+        (lambda: session.run(None, [*BATCH.values()]), r"(?s)input_feed=\[array.* \(a list\): expected a mapping"),
+        (lambda: session.load_state(None), r"state_dict=None: expected a mapping"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
+    assert all(np.array_equal(before[n], array) for n, array in session.get_state().items())
 
 
 def test_properties_of_small_trainings(tmp_path: Any) -> None:

@@ -7,7 +7,7 @@ import importlib
 from pathlib import Path
 from typing import Protocol
 
-from lightning_ort.checkpoints.state import TrainingState
+from lightning_ort.checkpoints.state import Property, TrainingState
 from lightning_ort.compiler.aot.step_graph import StepGraph
 from lightning_ort.ondevice.optimizer_config import OptimizerConfig
 from lightning_ort.validation import choice
@@ -57,6 +57,9 @@ class Flavour(Protocol):
 
     def save_checkpoint(self, state: TrainingState, path: Path, *, include_optimizer_state: bool) -> None:
         """Write a checkpoint that is complete when it appears."""
+
+    def check_property(self, name: str, value: Property) -> None:
+        """Raise a ``ValueError`` unless a checkpoint can hold that property."""
 
     def load_train_step(self, path: Path, state: TrainingState) -> StepGraph:
         """The training graph that a user named, as a graph of outputs, gradients and new buffers."""

@@ -15,13 +15,12 @@ from torch.utils import _pytree as pytree
 
 from lightning_ort.compiler.aot.inputs import InputInfo, usual_hints
 from lightning_ort.compiler.aot.sizes import varying
+from lightning_ort.export.inputs import Axes, DynamicAxes, named_axes
 
 __all__ = ["BATCH", "Example", "arguments_of", "example_of", "hints_of", "infos_of"]
 
 BATCH = "batch"
 """what the first size of all inputs is called unless the user says otherwise"""
-
-Axes = Mapping[str, Mapping[int, str]]
 
 
 @dataclasses.dataclass
@@ -68,21 +67,23 @@ def example_of(inputs: Any, names: Sequence[str]) -> Example:
     return Example(found, pytree.tree_map(lambda x: x.detach().cpu() if isinstance(x, Tensor) else x, batch))
 
 
-def infos_of(tensors: Mapping[str, Tensor], axes: Axes | None) -> list[InputInfo]:
+def infos_of(tensors: Mapping[str, Tensor], dynamic_axes: DynamicAxes | None) -> list[InputInfo]:
     """Inputs with the sizes that vary.
 
     Args:
-        axes: per input the number of each dimension that varies to the name of that size, as in
-            ``torch.onnx.export``; by default the first of each input is called ``batch``.
+        dynamic_axes: per input the number of each dimension that varies to the name of that size, or a list of these
+            numbers, as in ``torch.onnx.export``; by default the first of each input is called ``batch``.
 
     Raises:
+        TypeError: it is of another form.
         ValueError: it names an input or a dimension that does not exist.
 
     Warns:
         UserWarning: an input is left out whose first size is as large as one that varies.
     """
-    if axes is None:
-        axes = {name: {0: BATCH} for name, tensor in tensors.items() if tensor.dim()}
+    if dynamic_axes is None:
+        dynamic_axes = {name: {0: BATCH} for name, tensor in tensors.items() if tensor.dim()}
+    axes = named_axes("dynamic_axes", dynamic_axes)
     unknown = sorted(set(axes) - set(tensors))
     if unknown:
         raise ValueError(f"dynamic_axes: there is no input {unknown}; the inputs are {', '.join(tensors)}.")

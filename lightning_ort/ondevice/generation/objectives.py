@@ -156,11 +156,17 @@ def named_results(returned: Any, names: Sequence[str] | None) -> dict[str, Any]:
     return found
 
 
+class LossError(ValueError):
+    """What is to be the loss is none."""
+
+
 def _check(loss: Any, what: str) -> None:
     if not isinstance(loss, Tensor):
-        raise ValueError(f"{what} is a {type(loss).__name__}; expected a tensor with one number")
+        raise LossError(f"{what} is a {type(loss).__name__}; expected a tensor with one number.")
     if loss.numel() != 1 or not loss.is_floating_point():
-        raise ValueError(f"{what} is {loss.dtype} of shape {tuple(loss.shape)}; expected one floating-point number")
+        raise LossError(
+            f"{what} is {loss.dtype} of shape {tuple(loss.shape)}; expected one floating-point number, such as a mean."
+        )
 
 
 Loss = Callable[..., Tensor]

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_ort.compiler.aot.inputs import InputInfo, input_infos
+from lightning_ort.export.inputs import DynamicAxes
 from lightning_ort.lightning_packages import everywhere
 from lightning_ort.ondevice.generation.built import with_loss
-from lightning_ort.ondevice.generation.inputs import Axes, Example, arguments_of, example_of, infos_of
+from lightning_ort.ondevice.generation.inputs import Example, arguments_of, example_of, infos_of
 from lightning_ort.ondevice.generation.objectives import (
     Inference,
     Loss,
@@ -60,7 +61,7 @@ def torch_source(
     model: nn.Module,
     inputs: Any,
     loss: Any,
-    axes: Axes | None,
+    axes: DynamicAxes | None,
     output_names: Sequence[str] | None,
     loss_inputs: Sequence[str] | None,
 ) -> Source:
@@ -109,7 +110,11 @@ def torch_source(
 
 
 def _lightning_source(
-    copied: nn.Module, inputs: Any, axes: Axes | None, output_names: Sequence[str] | None, arguments: Sequence[str]
+    copied: nn.Module,
+    inputs: Any,
+    axes: DynamicAxes | None,
+    output_names: Sequence[str] | None,
+    arguments: Sequence[str],
 ) -> Source:
     """Of ``training_step``; the results are those of ``forward`` for the first tensors of the batch."""
     example: Example = example_of(inputs, [*arguments, "target"])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
 
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
@@ -13,7 +14,8 @@ from lightning_ort.compiler.aot.joint import GRAD, NEW, Joint, trace_joint
 from lightning_ort.compiler.aot.step_graph import StepGraph
 from lightning_ort.compiler.dynamo import no_fast_path
 from lightning_ort.compiler.passes import standardize
-from lightning_ort.ondevice.generation.objectives import ModuleForward
+from lightning_ort.errors import UnsupportedError
+from lightning_ort.ondevice.generation.objectives import LossError, ModuleForward
 
 __all__ = ["evaluation_graph", "gradient_graph", "part_of", "training_graph"]
 
@@ -38,7 +40,7 @@ def training_graph(forward: ModuleForward, trained: Sequence[str]) -> tuple[Step
         )
     forward.objective.train()
     loss: list[str] = []
-    with no_fast_path():
+    with no_fast_path(), _loss_errors():
         joint = trace_joint(
             forward, forward.infos, loss, [], trained, statistics=True, what=_what(forward), hints=forward.hints
         )
@@ -47,6 +49,21 @@ def training_graph(forward: ModuleForward, trained: Sequence[str]) -> tuple[Step
     changed = [n for n in forward.buffers if f"{n}{NEW}" in joint.results]
     graph = _graph(forward, joint, [*forward.parameters, *changed], trained, changed)
     return graph, changed, bool(joint.traced.draws)
+
+
+@contextlib.contextmanager
+def _loss_errors() -> Iterator[None]:
+    """Let the error about a loss that is none be about that alone, and not about the sizes of the inputs."""
+    try:
+        yield
+    except UnsupportedError as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, LossError):
+            cause = cause.__cause__
+        if cause is None:
+            raise
+        # the reason has the names of sizes, which its own cause lacks
+        raise UnsupportedError(str(error.__cause__).removeprefix(f"{type(cause).__name__}: ")) from error
 
 
 def gradient_graph(forward: ModuleForward, fed: Collection[str], wanted: Sequence[str]) -> tuple[StepGraph, bool]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import onnx
 
 from lightning_ort.checkpoints.ort_training import is_checkpoint, read_checkpoint, write_checkpoint
-from lightning_ort.checkpoints.state import OptimizerState, TrainingState
+from lightning_ort.checkpoints.state import OptimizerState, Property, TrainingState
 from lightning_ort.compiler.aot.step_graph import StepGraph
 from lightning_ort.files.onnx_models import save_onnx
 from lightning_ort.ondevice.formats import Artifacts
@@ -15,8 +16,12 @@ from lightning_ort.ondevice.formats.ort_training.optimizer import optimizer_mode
 from lightning_ort.ondevice.formats.ort_training.read_step import read_evaluation, read_training
 from lightning_ort.ondevice.formats.ort_training.write_step import evaluation_model, training_model
 from lightning_ort.ondevice.optimizer_config import OptimizerConfig
+from lightning_ort.validation import shown
 
 __all__ = ["OrtTraining"]
+
+_LARGEST = 3.4028234663852886e38
+"""of 32 bits"""
 
 
 class OrtTraining:
@@ -46,6 +51,24 @@ class OrtTraining:
     def save_checkpoint(self, state: TrainingState, path: Path, *, include_optimizer_state: bool) -> None:
         """Write a checkpoint."""
         write_checkpoint(state, path, include_optimizer_state=include_optimizer_state)
+
+    def check_property(self, name: str, value: Property) -> None:
+        """Raise unless a checkpoint can hold that property: integers have 64 bits in it, and floats 32.
+
+        Raises:
+            ValueError: it is too large, or a text that is no Unicode.
+        """
+        if isinstance(value, str):
+            possible, expected = not any("\ud800" <= c <= "\udfff" for c in value), "a text without lone surrogates"
+        elif isinstance(value, int):
+            possible, expected = -(2**63) <= value < 2**63, "an int of 64 bits, or a str"
+        else:
+            possible, expected = not math.isfinite(value) or abs(value) <= _LARGEST, "a float of 32 bits, or a str"
+        if not possible:
+            raise ValueError(
+                f"Property {name!r} is {shown(value)}, which a checkpoint of flavour {self.name!r} cannot hold; "
+                f"expected {expected}."
+            )
 
     def load_train_step(self, path: Path, state: TrainingState) -> StepGraph:
         """A training model in standard operators."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightning_ort.checkpoints.portable import is_checkpoint, load_checkpoint, save_checkpoint
-from lightning_ort.checkpoints.state import TrainingState
+from lightning_ort.checkpoints.state import Property, TrainingState
 from lightning_ort.compiler.aot.step_graph import StepGraph
 from lightning_ort.ondevice.formats import Artifacts
 from lightning_ort.ondevice.formats.portable.manifest import Manifest, manifest_of
@@ -31,6 +31,9 @@ class Portable:
 
     def save_checkpoint(self, state: TrainingState, path: Path, *, include_optimizer_state: bool) -> None:
         save_checkpoint(state, path, include_optimizer_state=include_optimizer_state)
+
+    def check_property(self, name: str, value: Property) -> None:
+        """Accept any property: JSON has numbers of all sizes."""
 
     def load_train_step(self, path: Path, state: TrainingState) -> StepGraph:
         return self._manifest(path).step_graph("gradients", state)
