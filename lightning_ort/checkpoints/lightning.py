@@ -40,6 +40,7 @@ __all__ = [
     "load",
     "make_record",
     "pack",
+    "parameter_names",
     "read",
     "unpack",
     "weights_key",
@@ -255,17 +256,23 @@ def make_record(trainer: pl.Trainer, module: nn.Module, optimizers: Sequence[Opt
 
 
 def _optimizer(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
-    name_of = {id(p): name for name, p in module.named_parameters()}
-    whole, optimizer = optimizer, local_part(optimizer)
+    names = parameter_names(optimizer, module)
+    optimizer = local_part(optimizer)
     kind, problem = orttrainer_kind_of(optimizer)
-    # torch numbers them in this order, each once
-    params = list(dict.fromkeys(id(p) for group in whole.param_groups for p in group["params"]))
     return {
         "class": f"{type(optimizer).__module__}.{type(optimizer).__name__}",
         "kind": kind,
         "problem": problem,
-        "names": [name_of.get(i, "") for i in params],
+        "names": names,
     }
+
+
+def parameter_names(optimizer: Optimizer, module: nn.Module) -> list[str]:
+    """Of its parameters in the order of torch's numbers; that of a parameter which is not the module's is empty."""
+    name_of = {id(p): name for name, p in module.named_parameters()}
+    # torch numbers them in this order, each once
+    params = dict.fromkeys(id(p) for group in optimizer.param_groups for p in group["params"])
+    return [name_of.get(i, "") for i in params]
 
 
 def first_names(module: nn.Module) -> dict[str, str]:

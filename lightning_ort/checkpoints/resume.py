@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ort.checkpoints.conversion import Translation
-from lightning_ort.checkpoints.lightning import TrainerFile
+from lightning_ort.checkpoints.lightning import RECORD, TrainerFile, parameter_names
 from lightning_ort.errors import CheckpointError
 from lightning_ort.lightning_packages import everywhere, pl, rank_zero_warn
 
@@ -73,6 +73,8 @@ class Restoring:
     def check(self, optimizers: Sequence[Optimizer]) -> None:
         """Compare the optimizer states that Lightning is about to load.
 
+        Where the file tells the names of parameters, each gets the state of its own, in whatever order they are now.
+
         Raises:
             CheckpointError: their number, class, groups or shapes are others. None at all is a warning.
         """
@@ -85,8 +87,11 @@ class Restoring:
                 f"the checkpoint has states of {len(saved)} optimizers, but configure_optimizers returned "
                 f"{len(optimizers)}."
             )
-        for optimizer, state in zip(optimizers, saved, strict=True):
-            problem = _mismatch(optimizer, state)
+        described = self.checkpoint.get(RECORD, {}).get("optimizers", [{}] * len(saved))
+        for i, (optimizer, of_file) in enumerate(zip(optimizers, described, strict=True)):
+            names = parameter_names(optimizer, self._module)
+            saved[i], problem = _in_order(saved[i], of_file.get("names", names), names)
+            problem = problem or _mismatch(optimizer, saved[i])
             if problem:
                 raise CheckpointError(
                     f"the checkpoint's optimizer state is not that of {type(optimizer).__name__}: {problem}. Use the "
@@ -121,6 +126,27 @@ def _not_restarting(loop: Any) -> None:
         if isinstance(child, everywhere("loops.loop:_Loop")):
             _not_restarting(child)
     loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
+
+
+def _in_order(saved: Mapping[str, Any], names: Sequence[str], own: Sequence[str]) -> tuple[Mapping[str, Any], str]:
+    """A state for parameters that are named ``own``, of one for ``names``, and what is wrong with it."""
+    if list(names) == list(own) or sorted(names) != sorted(own) or "" in own:  # torch's order is all that is known
+        return saved, ""
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    number_of = dict(zip(names, numbers, strict=True))
+    start = 0
+    for i, group in enumerate(saved["param_groups"]):
+        end = start + len(group["params"])
+        if strangers := set(own[start:end]) - set(names[start:end]):
+            return saved, f"its group {i} has {_listed(names[start:end])}, and not {_listed(sorted(strangers))}"
+        start = end
+    found = {number: saved["state"][number_of[name]] for number, name in zip(numbers, own, strict=True)
+             if number_of[name] in saved["state"]}  # fmt: skip
+    return {**saved, "state": found}, ""
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + " ..." * (len(names) > 4)
 
 
 def _mismatch(optimizer: Optimizer, saved: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -102,6 +103,7 @@ class ORTTrainer(TrainerState):
         self._combined.to(self._device)
         self._weights = self._all_weights(module)
         trained = self._freeze()
+        self._parameters = [*self._combined.parameters()]
         clip, guard = self.options.utils.grad_norm_clip, bool(mixed.enabled)
         distributed = self.options.distributed
         self._optimizer = Optimizer(
@@ -130,6 +132,20 @@ class ORTTrainer(TrainerState):
         self._skipped = 0
         self._lightning: dict[str, Any] = {}
         self._replicated, self._loads = self._processes is None, 0
+
+    def _check_parameters(self) -> None:
+        """Refuse a module in which somebody has put other parameters: steps would use, and not train them."""
+        now = [*self._combined.parameters()]
+        if len(now) == len(self._parameters) and all(map(operator.is_, now, self._parameters)):
+            return
+        known = {*map(id, self._parameters)}
+        added = [name for name, p in self._combined.named_parameters() if id(p) not in known]
+        names = ", ".join(name.removeprefix("model.") for name in added[:4]) or "some are missing"
+        raise RuntimeError(
+            f"The model has other parameters than those this ORTTrainer was made with: {names}"
+            f"{' ...' * (len(added) > 4)}. It would not train or save them: make another ORTTrainer of the model, or "
+            "change values in place, with torch.no_grad(): parameter.copy_(...)."
+        )
 
     def _all_weights(self, module: nn.Module) -> dict[str, Tensor]:
         weights = weights_of(module)
@@ -180,8 +196,8 @@ class ORTTrainer(TrainerState):
         Raises:
             AssertionError: missing, surplus or unknown inputs; sizes of one name that differ; no loss is described.
             AttributeError: an input is no tensor.
-            RuntimeError: an input has another type or shape than described, or the step cannot be executed; the
-                message names the inputs. Nothing has been changed then.
+            RuntimeError: an input has another type or shape than described, the model got other parameters, or the step
+                cannot be executed; the message names them. Nothing has been changed then.
             ValueError: at the first step of several processes, their models, hyper-parameters or options differ.
             RankError: another process has failed or ended.
             MismatchError: the first run of a graph gave other results than torch.
@@ -190,6 +206,7 @@ class ORTTrainer(TrainerState):
         if len(losses) != 1:
             raise AssertionError(f"Only one loss output is supported ({len(losses)} were specified)")
         inputs = self._execution.inputs(args, kwargs)
+        self._check_parameters()
         picked = self._picked()
         self._replicate()
         info = self._train_step_info
@@ -236,6 +253,7 @@ class ORTTrainer(TrainerState):
     def eval_step(self, *args: Any, **kwargs: Any) -> Any:
         """Outputs in evaluation mode, without gradients; arguments, result and errors as of :meth:`train_step`."""
         inputs = self._execution.inputs(args, kwargs)
+        self._check_parameters()
         picked = self._picked()
         results = self._execution.eval(inputs)
         self._execution.done(inputs, results)

@@ -668,3 +668,35 @@ def test_damaged_trainer_files_are_noticed(files, tmp_path):
             ORTCheckpointIO().load_checkpoint(path)
     with pytest.raises(OSError, match="its checksum is wrong"):
         make_ort_trainer().load_checkpoint(path)
+
+
+class Twins(Wrapped):
+    """Two layers of one shape, whose order in the optimizer, and their groups, are given."""
+
+    def __init__(self, groups):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(12, 12), torch.nn.Tanh(), torch.nn.Linear(12, 12))
+        self.groups = groups
+
+    def configure_optimizers(self):
+        named = dict(self.named_parameters())
+        groups = [{"params": [named[f"net.{name}"] for name in group]} for group in self.groups]
+        return torch.optim.AdamW(groups, lr=0.02)
+
+
+WEIGHTS, BIASES = ["0.weight", "2.weight"], ["0.bias", "2.bias"]
+
+
+def test_moments_go_to_the_parameters_of_their_names(tmp_path):
+    """Whatever order an optimizer has them in; those of another group are refused."""
+
+    def run(groups, epochs, path=None):
+        return light_fit(partial(Twins, groups), table, max_epochs=epochs, ckpt_path=path)
+
+    path = tmp_path / "half.ckpt"
+    whole = run([WEIGHTS, BIASES], 2)
+    run([WEIGHTS, BIASES], 1).trainer.save_checkpoint(path)
+    rest = run([WEIGHTS[::-1], BIASES[::-1]], 2, path)
+    assert_bits(state_of(rest.module), state_of(whole.module))
+    with pytest.raises(CheckpointError, match=r"its group 0 has net\.0\.weight, net\.2\.weight, and not net\.0\.bias"):
+        run([[WEIGHTS[0], BIASES[0]], [WEIGHTS[1], BIASES[1]]], 2, path)

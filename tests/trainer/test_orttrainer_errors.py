@@ -333,3 +333,28 @@ def test_fetches_choose_outputs(used):
             used.eval_step(X, LABEL)
     finally:
         info.fetches = []
+
+
+@pytest.mark.parametrize("change", ["layer", "values", "further"])
+def test_other_parameters_than_those_it_was_made_with(change):
+    """Steps would use them, and no update would reach them."""
+    model, (first, *_) = make(), batches(count=1)
+    found = trainer(SGD(lr=0.1), model=model)
+    found.train_step(*first)
+    before = found.state_dict()["model"]["full_precision"]
+    kept = model.fc2
+    if change == "layer":
+        model.fc2 = nn.Linear(32, 16)
+    elif change == "values":
+        model.load_state_dict({n: t + 1 for n, t in model.state_dict().items()}, assign=True)
+    else:
+        model.further = nn.Linear(2, 2)
+    name = {"layer": "fc2.weight, fc2.bias", "values": r"fc1.weight, fc1.bias, .* \.\.\.", "further": "further.weight"}
+    for call in (found.train_step, found.eval_step):
+        with pytest.raises(RuntimeError, match=f"other parameters than those .* made with: {name[change]}"):
+            call(*first)
+    after = found.state_dict()["model"]["full_precision"]
+    assert all(np.array_equal(after[n], before[n]) for n in before)
+    if change == "layer":
+        model.fc2 = kept
+        found.train_step(*first)
