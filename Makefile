@@ -40,7 +40,7 @@ help:
 	@echo "make test-stock, make test-cpu run the tests in one of the environments"
 	@echo "make test-hugging-face set up $(HUGGING_FACE) and run the tests with transformers"
 	@echo "make test-gpu set up $(GPU) with PyPI's CUDA builds and run the tests for a GPU, which must be there"
-	@echo "make fuzz    try random programs, statements, operators, changes, choices, containers, damaged files and options for SECONDS=600 each, in both environments"
+	@echo "make fuzz    try random programs, statements, operators, changes, choices, containers, schedules, damaged files and options for SECONDS=600 each, in both environments"
 	@echo "make networks train random networks, NETWORKS=1000 of them, to see that their check refuses none"
 	@echo "make lint    check format, lint and types"
 	@echo "make format  format the code and mend what lint can mend"
@@ -86,7 +86,7 @@ test-gpu: $(GPU)/$(STAMP)
 		tests/test_gpu.py tests/runtime/test_cuda_sessions.py tests/lightning/test_cuda_precision.py tests/lightning/test_accelerator.py tests/distributed/test_nccl.py $(PYTEST)
 
 fuzz: $(STOCK)/$(STAMP) $(CPU)/$(STAMP)
-	for build in $(STOCK) $(CPU); do for tester in programs statements operators changes choices containers files options; do \
+	for build in $(STOCK) $(CPU); do for tester in programs statements operators changes choices containers schedules files options; do \
 		$$build/bin/python -m tests.fuzz.$$tester --seconds $(SECONDS) || exit 1; done; done
 
 lint: $(STOCK)/$(STAMP)

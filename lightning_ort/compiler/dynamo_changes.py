@@ -1,6 +1,6 @@
-"""Changes of containers that Dynamo loses, or makes otherwise than Python; see :mod:`.plain_values`.
+"""Changes of containers that Dynamo loses, and operators that it computes otherwise than Python.
 
-The graph ends before such a change, and Python makes it.
+The graph ends before such a change or operator, and Python makes it, as of what :mod:`.plain_values` names.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import BaseListVariable, DequeVariable
 from torch._dynamo.variables.misc import NumpyVariable
 from torch._dynamo.variables.sets import SetVariable
+from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._dynamo.variables.user_defined import (
     UserDefinedClassVariable,
     UserDefinedListVariable,
@@ -38,6 +39,7 @@ _IN_PLACE = {
 }
 _BINARY = {operator.add, operator.sub, operator.mul, operator.and_, operator.or_, operator.xor}
 
+_REMAINDERS = {operator.mod, operator.imod, operator.floordiv, operator.ifloordiv, divmod}
 _ASKING = {isinstance, type, hasattr, getattr, callable, id, operator.is_, operator.is_not}
 """what tells of an array no more than what it is, or guards it"""
 
@@ -52,6 +54,9 @@ def changing(call: Callable[..., Any]) -> Callable[..., Any]:
         goes = self.fn is delattr and known(args[0]).source is not None
         if any(map(_is_array, args)) and self.fn not in _ASKING:
             leave_to_python(f"{self.fn.__name__} of an array of NumPy's")
+        # the arithmetic of symbols takes such a remainder for a whole number
+        if self.fn in _REMAINDERS and any(_is_float(known(a)) for a in args):
+            leave_to_python(f"{self.fn.__name__} of a float that changes")
         if goes or (in_place and len(args) == 2 and _is_lost(self.fn, *map(known, args))):
             _leave(self, args)
         result = call(self, tx, args, kwargs)
@@ -73,7 +78,13 @@ def _breaking_at_operators(run: Callable[..., None]) -> Callable[..., None]:
 
 
 def _is_object(variable: Any) -> bool:
-    return _is_array(variable) or isinstance(known(variable), (SetVariable, UserDefinedObjectVariable))
+    there = known(variable)
+    return _is_array(there) or _is_float(there) or isinstance(there, (SetVariable, UserDefinedObjectVariable))
+
+
+def _is_float(there: Any) -> bool:
+    """Whether it is a number with a fraction that changes."""
+    return isinstance(there, SymNodeVariable) and there.python_type() is float
 
 
 def _leave(function: Any, args: Any) -> NoReturn:

@@ -256,22 +256,26 @@ def _guarding_what_floats_are_made_of(settle: Callable[..., float]) -> Callable[
     """
 
     def guard_float(self: SymNode, file: str, line: int) -> float:
-        if self.shape_env is None or not isinstance(self.hint, float) or not self.expr.free_symbols:
+        if self.shape_env is None or not isinstance(self.hint, float):
             return settle(self, file, line)
-        for part in _exact_parts(self.expr):
+        parts = [*_whole_numbers(self.expr)]
+        for part in parts:
             self.shape_env.evaluate_expr(part)
-        return self.hint
+        others = self.expr.free_symbols.difference(*(part.free_symbols for part in parts))
+        return settle(self, file, line) if others or not parts else self.hint
 
     return guard_float
 
 
-def _exact_parts(expression: sympy.Expr) -> Iterator[sympy.Expr]:
-    """The largest integers, and the floats that are given, of which ``expression`` is computed."""
-    if expression.is_Symbol or (expression.is_integer and expression.free_symbols):
-        yield expression
+def _whole_numbers(expression: sympy.Expr) -> Iterator[sympy.Expr]:
+    """The largest integers of which ``expression`` is computed."""
+    # the remainder of floats says of itself that it is whole
+    if expression.is_integer and all(argument.is_integer for argument in expression.args):
+        if expression.free_symbols:
+            yield expression
     else:
         for argument in expression.args:
-            yield from _exact_parts(argument)
+            yield from _whole_numbers(argument)
 
 
 def _forgetting(describe: Callable[..., str]) -> Callable[..., str]:
