@@ -1,6 +1,6 @@
 """Changes of containers that Dynamo loses, and operators that it computes otherwise than Python.
 
-The graph ends before such a change or operator, and Python makes it, as of what :mod:`.plain_values` names.
+The graph ends before such a change or operator, and Python makes it.
 """
 
 from __future__ import annotations
