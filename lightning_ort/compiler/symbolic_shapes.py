@@ -133,6 +133,10 @@ class _Printer(PythonCodePrinter):
             return f"{type(expr).__name__}({', '.join(self._print(a) for a in expr.args)})"
         return str(super()._print(expr, **kwargs))
 
+    def _print_Float(self, expr: sympy.Float) -> str:
+        """All digits; sympy writes 15."""
+        return repr(float(expr))
+
 
 def _function(symbols: Sequence[sympy.Symbol], expressions: Sequence[Any]) -> Callable[..., list[Any]]:
     """A Python function of the values of ``symbols`` that gives those of ``expressions``."""

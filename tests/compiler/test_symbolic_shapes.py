@@ -41,6 +41,12 @@ def test_functions_of_one(name):
         assert function(a, b) == [2 * exact((a + 4) / (b + 1)) - 1]
 
 
+def test_floats_have_all_digits():
+    """Of a third of 3, a whole one would be missing."""
+    function = _function([A, B], [functions.TruncToInt(sympy.Float(1 / 3) * functions.ToFloat(A))])
+    assert function(3, 0) == [1]
+
+
 def test_functions_within_functions():
     index = functions.ModularIndexing(A + 3, B, 5)
     function = _function([A, B], [functions.Mod(index + A, 4), sympy.Piecewise((A, A > B), (B, True)), sympy.sqrt(A)])
