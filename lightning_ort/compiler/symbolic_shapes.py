@@ -133,7 +133,7 @@ class _Printer(PythonCodePrinter):
             return f"{type(expr).__name__}({', '.join(self._print(a) for a in expr.args)})"
         return str(super()._print(expr, **kwargs))
 
-    def _print_Float(self, expr: sympy.Float) -> str:
+    def _print_Float(self, expr: sympy.Float) -> str:  # noqa: N802 - the name that sympy looks for
         """All digits; sympy writes 15."""
         return repr(float(expr))
 
