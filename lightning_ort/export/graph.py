@@ -141,7 +141,7 @@ def _traced(
     raise first from first.__cause__
 
 
-op: Any = opset18
+op: Any = opset18  # its annotations tie arguments to single element types
 
 
 def _log_sigmoid(x: Any) -> Any:

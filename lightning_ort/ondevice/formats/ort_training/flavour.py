@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import onnx
+import torch
 
 from lightning_ort.checkpoints.ort_training import is_checkpoint, read_checkpoint, write_checkpoint
 from lightning_ort.checkpoints.state import OptimizerState, Property, TrainingState
@@ -19,9 +20,6 @@ from lightning_ort.ondevice.optimizer_config import OptimizerConfig
 from lightning_ort.validation import shown
 
 __all__ = ["OrtTraining"]
-
-_LARGEST = 3.4028234663852886e38
-"""of 32 bits"""
 
 
 class OrtTraining:
@@ -63,7 +61,10 @@ class OrtTraining:
         elif isinstance(value, int):
             possible, expected = -(2**63) <= value < 2**63, "an int of 64 bits, or a str"
         else:
-            possible, expected = not math.isfinite(value) or abs(value) <= _LARGEST, "a float of 32 bits, or a str"
+            possible, expected = (
+                not math.isfinite(value) or abs(value) <= torch.finfo(torch.float32).max,
+                "a float of 32 bits, or a str",
+            )
         if not possible:
             raise ValueError(
                 f"Property {name!r} is {shown(value)}, which a checkpoint of flavour {self.name!r} cannot hold; "
