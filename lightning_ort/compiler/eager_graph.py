@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from lightning_ort.compiler.global_state import without_autocast
 from lightning_ort.runtime.memory import storage_key
 
-__all__ = ["EagerGraph"]
+__all__ = ["EagerGraph", "arrivals"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +88,34 @@ class EagerGraph:
             reached[output] = frozenset(range(len(inputs)) if unknown else ends)
             used[output] = frozenset(keeping)
         return cls(saved, saved_outputs, reached, used, frozenset(inner))
+
+
+def arrivals(region: fx.GraphModule, differentiable: Sequence[int]) -> list[int]:
+    """Numbers of the leaves among the inputs of ``region``, in the order in which eager has their gradients.
+
+    Torch's engine tells, on the fake tensors with which Dynamo made ``region``. Where it cannot go all the way, what is
+    used last comes first.
+    """
+    inputs = [n.meta.get("example_value") for n in region.graph.nodes if n.op == "placeholder"]
+    leaves = {i: x for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf}
+    results = region.graph.output_node().args[0]
+    found: list[int] = []
+    handles = [x.register_hook(functools.partial(_note, found, i)) for i, x in leaves.items()]
+    try:
+        with torch.enable_grad(), without_autocast():
+            roots = [results[output].meta["example_value"] for output in differentiable]
+            seeds = [torch.ones_like(root) for root in roots]
+            torch.autograd.grad(roots, list(leaves.values()), seeds, retain_graph=True, allow_unused=True)
+    except Exception:
+        found += [i for i in reversed(leaves) if i not in found]
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _note(found: list[int], number: int, gradient: torch.Tensor) -> None:
+    found.append(number)
 
 
 def _resizing(region: fx.GraphModule) -> set[Any]:

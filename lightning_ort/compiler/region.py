@@ -14,6 +14,7 @@ from lightning_ort.compiler.autograd import ApartStep, LossStep, Node, PairStep,
 from lightning_ort.compiler.compilation import OVERLAP, Compilation, Pair
 from lightning_ort.compiler.contest import MEMORY, Choice, Contest, Key, measures
 from lightning_ort.compiler.dynamo_words import source_line
+from lightning_ort.compiler.eager_graph import arrivals
 from lightning_ort.compiler.executors.executable import Account, Eager, Executable, timed_in_torch
 from lightning_ort.compiler.first_run import FirstRun, Incoming
 from lightning_ort.compiler.functional_graph import Untraceable
@@ -25,7 +26,7 @@ from lightning_ort.compiler.loss_scale import LossScaling, all_finite
 from lightning_ort.compiler.outputs import OutputLayout, overlap
 from lightning_ort.compiler.plan import Fallback
 from lightning_ort.compiler.reference import ForkedRNG, rehearsal
-from lightning_ort.compiler.tensor_hooks import watch
+from lightning_ort.compiler.tensor_hooks import hooked_leaves, in_order, watch
 from lightning_ort.compiler.trace import Derivative, fake_inputs
 from lightning_ort.lightning_packages import rank_zero_info
 from lightning_ort.report import timeline
@@ -80,7 +81,8 @@ class Region:
         # autograd visits what made an input, even without a gradient for it, and eager may not
         self._reached: dict[int, frozenset[int]] = {}
         self._edges: list[int | None] = []  # of those in wanted, what leads to any output
-        self._partial: list[int] = []  # what leads to some outputs, and may have been made by something
+        self._uneven: frozenset[int] = frozenset()  # of those, what leads to some outputs only
+        self._partial: list[int] = []  # of those, what may have been made by something
         self._nodes: dict[frozenset[int], list[Node]] = {}
         self._inner: frozenset[int] = frozenset()  # outputs to which hooks may come that gradients of others pass
         self.changed: list[int] = []
@@ -207,8 +209,8 @@ class Region:
             self._reached = reached = self._compilation.keeping.eager.reached
             anywhere, everywhere = frozenset.union(*reached.values()), frozenset.intersection(*reached.values())
             self._edges = [i if i in anywhere else None for i in self.wanted]
-            partial = (anywhere - everywhere).intersection(self.wanted)
-            self._partial = [i for i in sorted(partial) if not isinstance(self._fakes[i], torch.nn.Parameter)]
+            self._uneven = (anywhere - everywhere).intersection(self.wanted)
+            self._partial = [i for i in sorted(self._uneven) if not isinstance(self._fakes[i], torch.nn.Parameter)]
             self._nodes = {}
             self._inner = self._compilation.keeping.eager.inner
         self.changed = self.first_run.changed = [i for i, _ in executable.updates]
@@ -296,33 +298,47 @@ class Region:
             executable = self._pair.forward
         if executable is self._plain:
             tensors = self._layout.unique(self._execute(executable, args, {}))
-        elif self._partial and (made := frozenset(i for i in self._partial if args[i].grad_fn is not None)):
-            tensors = self._apart(args, made)
         else:
-            tensors = self._step(args, (), [None if i is None else args[i] for i in self._edges])
+            tensors = self._with_gradients(args)
         outputs = self._layout.arrange(executable, tensors, args)
         if self._inner and (step := _node_of(tensors)) is not None:
             step.watched = watch(outputs, self._inner, step)
         return outputs
+
+    @functools.cached_property
+    def _arrivals(self) -> Sequence[int]:
+        """Numbers of inputs in the order in which eager has their gradients."""
+        return arrivals(self.graph, self.differentiable)
+
+    def _with_gradients(self, args: Sequence[Any]) -> Sequence[torch.Tensor]:
+        apart, ends = {i for i in self._partial if args[i].grad_fn is not None}, args
+        if hooked := hooked_leaves(args, self.wanted):
+            apart, ends = apart.union(self._uneven.intersection(hooked)), in_order(args, self._arrivals)
+        if apart:
+            return self._apart(args, ends, frozenset(apart))
+        return self._step(args, (), [None if i is None else ends[i] for i in self._edges])
 
     def _step(self, args: Sequence[Any], apart: Sequence[int], differentiable: Sequence[Any]) -> Sequence[torch.Tensor]:
         if self._loss is not None:
             return LossStep.apply(self, args, apart, *differentiable)
         return PairStep.apply(self, self._pair, args, apart, *differentiable)
 
-    def _apart(self, args: Sequence[Any], made: frozenset[int]) -> Sequence[torch.Tensor]:
-        """A run whose outputs have one node for each set of those inputs, among ``made``, that lead to them."""
+    def _apart(self, args: Sequence[Any], ends: Sequence[Any], made: frozenset[int]) -> Sequence[torch.Tensor]:
+        """A run whose outputs have one node for each set of those inputs, among ``made``, that lead to them.
+
+        Gradients of ``args`` go to ``ends``.
+        """
         if made not in self._nodes:
             reached = {position: self._reached[output] for position, output in self.outputs_by_position.items()}
             loss = None if self._loss is None else self._reached[self.loss_output]
             self._nodes[made] = divided(reached, self.wanted, made, loss)
         first, *others = self._nodes[made]
         apart = [p for node in others for p in node.positions]
-        tensors = list(self._step(args, apart, [None if i is None else args[i] for i in first.edges]))
+        tensors = list(self._step(args, apart, [None if i is None else ends[i] for i in first.edges]))
         if others:
             step = _node_of(tensors)
         for node in others:
-            given = [tensors[p] for p in node.positions] + [None if i is None else args[i] for i in node.edges]
+            given = [tensors[p] for p in node.positions] + [None if i is None else ends[i] for i in node.edges]
             again = ApartStep.apply(step, node.positions, node.within, *given)
             for position, x in zip(node.positions, again, strict=True):
                 tensors[position] = x

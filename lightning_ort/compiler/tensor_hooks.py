@@ -1,8 +1,11 @@
-"""Hooks of the outputs of a region by which gradients of other outputs pass in eager.
+"""Hooks of what a region gives, by which gradients of other outputs pass in eager, and of what it takes.
 
 All outputs of a region are results of one node of autograd: the gradient of a loss does not come by the activations
 that the region gives out as well, and a hook there, or ``retain_grad``, would see nothing of it. Where there is one
 when gradients arrive, torch computes them, with the hooks at the same places.
+
+All inputs get their gradients at once, and hooks of parameters would be called in the order of the inputs. Where there
+are some, gradients go by functions of autograd that pass them on, one by one, in eager's order.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["WatchedOutput", "active", "attach", "watch"]
+__all__ = ["WatchedOutput", "active", "attach", "hooked_leaves", "in_order", "watch"]
 
 Hook = Callable[[torch.Tensor], "torch.Tensor | None"]
 
@@ -120,3 +123,21 @@ def attach(watched: Sequence[WatchedOutput], twins: Sequence[Any], arrived: Mapp
     """Hand the hooks of ``watched`` on to ``twins``, all outputs of the region computed again."""
     for output in watched:
         output.attach(twins[output.output], arrived.get(output.output))
+
+
+def hooked_leaves(inputs: Sequence[Any], wanted: Sequence[int]) -> list[int]:
+    """Numbers, among those of the ``wanted`` inputs, of parameters whose gradient somebody waits for."""
+    found = [i for i in wanted if (x := inputs[i])._backward_hooks or x._post_accumulate_grad_hooks]
+    return [i for i in found if inputs[i].is_leaf]
+
+
+def in_order(inputs: Sequence[Any], arrivals: Sequence[int]) -> list[Any]:
+    """``inputs`` with aliases of the leaves among ``arrivals``, by which gradients come to these in that order.
+
+    Autograd goes on with the function that was made last, and gives a leaf what has come before anything else.
+    """
+    ends = list(inputs)
+    for i in reversed(arrivals):
+        if ends[i].is_leaf:
+            ends[i] = ends[i].view_as(ends[i])
+    return ends

@@ -22,7 +22,7 @@ def results(world: int, folder: Path, *scenarios: str) -> list[dict[str, Any]]:
 
 SCENARIOS = ("images", "images32", "text", "text32", "recurrent", "adversaries", "synced")
 # what the strategy does around graphs, whoever runs them
-AROUND = ("hooks", "combined", "sharded", "overflowing", "agreement", "centred", "in turns")
+AROUND = ("hooks", "combined", "sharded", "overflowing", "agreement", "centred", "noted", "in turns")
 OF_FOUR = ("images", "synced", "combined")
 
 
@@ -155,6 +155,13 @@ def test_tensors_that_ranks_exchange_in_a_step(of_two):
         for found in (rank["centred"], rank["centred"]["again"]):
             assert_close(found["ort"], found["eager"], 1e-9)
             assert found["graphs"] > 0
+
+
+@pytest.mark.stock_only
+def test_hooks_of_parameters_meet_those_of_other_ranks(of_two):
+    for rank in of_two:
+        assert_close(rank["noted"]["ort"], rank["noted"]["eager"], 1e-9)
+    assert of_two[1]["noted"]["graphs"] > of_two[0]["noted"]["graphs"]
 
 
 @pytest.mark.stock_only
