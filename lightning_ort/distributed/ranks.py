@@ -151,15 +151,14 @@ class Ranks:
                         found[rank] = self._store.get(key).decode()
         return found if self.rank == 0 else {}
 
-    def explain(self, error: Exception) -> None:
+    def explain(self, error: BaseException) -> None:
         """Tell the others of ``error``, or find out whose error it was and tell them that.
 
         Raises:
             RankError: a collective has failed because of another process.
         """
         if not is_of_transport(error):
-            text = f"rank {self.rank} of {self.world_size} has failed: {type(error).__name__}: {error}"
-            self._tell(self.rank, text)
+            self._tell(self.rank, f"rank {self.rank} of {self.world_size} {_fate(error)}")
             return
         with _not_terminated():
             whose, text = self._cause() or (self.rank, self._of_living(error))
@@ -237,7 +236,7 @@ class Ranks:
             time.sleep(_BEAT / 2)
         return None
 
-    def _of_living(self, error: Exception) -> str:
+    def _of_living(self, error: BaseException) -> str:
         """What is to be said of a collective that has failed although all are there."""
         text = f"rank {self.rank} of {self.world_size} could not exchange with the others, of whom all live: {error}"
         if not re.search("timed? ?out", str(error), re.IGNORECASE):
@@ -276,6 +275,16 @@ def _not_terminated() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _fate(error: BaseException) -> str:
+    """What has become of a process that has ended by ``error``."""
+    what = f"{type(error).__name__}: {error}".removesuffix(": ")
+    if isinstance(error, KeyboardInterrupt):
+        return f"was interrupted ({what}). {_GO_ON}"
+    if isinstance(error, SystemExit):
+        return f"has left its program ({what}). {_GO_ON}"
+    return f"has failed: {what}"
 
 
 def is_of_transport(error: BaseException) -> bool:

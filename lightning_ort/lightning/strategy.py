@@ -266,6 +266,9 @@ class ORTStrategy(EngineOptions, OnDevices):
         if self._restoring is not None:
             self._restoring.undo()
             self._restoring = None
+        # of what is no error, Lightning ends the process and raises nothing
+        if self.ranks is not None and not isinstance(exception, Exception):
+            self.ranks.explain(exception)
         self._part()  # the others may not come to the end, where they would be waited for
         super().on_exception(exception)
         if any("DDPStrategy(find_unused" in str(arg) for arg in exception.args):  # Lightning has added that

@@ -1,6 +1,6 @@
 """A fit of several processes of which one fails: ``python failing.py HOW RANK STEP FOLDER [START]``.
 
-HOW is "kill", "exit", "raise", "gloo" (an error with words that errors of collectives have, too), or "late" (it is
+HOW is "kill", "exit", "leave" (by an exception), "interrupt", "raise", "gloo" (an error with words that errors of collectives have, too), or "late" (it is
 killed, and the last process comes to that step when the first one has found that out).
 START is how the Trainer starts processes, if those that run the script are not all.
 """
@@ -39,6 +39,11 @@ class Classifier(LightningModule):
             (folder / "done").touch()
             if how == "exit":
                 os._exit(3)
+            if how == "leave":
+                sys.exit(3)
+            if how == "interrupt":
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(1)
             if how in ("kill", "late"):
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "gloo":

@@ -24,7 +24,9 @@ pytestmark = pytest.mark.stock_only  # how processes end is the same beside any 
 SCRIPT = Path(__file__).parent / "failing.py"
 
 
-@pytest.mark.parametrize(("how", "rank", "step"), [("kill", 0, 9), ("raise", 1, 5), ("gloo", 1, 5)])
+@pytest.mark.parametrize(
+    ("how", "rank", "step"), [("kill", 0, 9), ("raise", 1, 5), ("gloo", 1, 5), ("leave", 1, 5), ("interrupt", 0, 5)]
+)
 def test_the_others_name_the_rank(how, rank, step, tmp_path):
     fit = Fit(tmp_path, 2, "torchrun", [str(SCRIPT), how, str(rank), str(step), str(tmp_path)])
     try:
@@ -37,6 +39,9 @@ def test_the_others_name_the_rank(how, rank, step, tmp_path):
     if how == "kill":
         assert codes[rank] == -9
         assert f"RankError: rank {rank} of 2 has ended without a word" in survivor
+    elif how in ("leave", "interrupt"):
+        words = "has left its program (SystemExit: 3)" if how == "leave" else "was interrupted (KeyboardInterrupt)"
+        assert f"RankError: rank {rank} of 2 {words}" in survivor
     else:
         words = "ValueError: row 7 of the data is empty" if how == "raise" else "RuntimeError: my own words about gloo"
         assert words in failed and "RankError" not in failed
