@@ -1,7 +1,8 @@
 """A fit of several processes of which one fails: ``python failing.py HOW RANK STEP FOLDER [START]``.
 
-HOW is "kill", "exit", "leave" (by an exception), "interrupt", "raise", "gloo" (an error with words that errors of collectives have, too), or "late" (it is
-killed, and the last process comes to that step when the first one has found that out).
+HOW is "kill", "exit", "leave" (by SystemExit), "interrupt", "raise", "gloo" (an error with words that errors of
+collectives have, too), or "late" (it is killed, and the last process comes to that step when the first one has found
+that out).
 START is how the Trainer starts processes, if those that run the script are not all.
 """
 
