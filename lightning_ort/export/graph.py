@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import logging
 import math
 import re
@@ -108,7 +109,9 @@ def make_graph(
     _name_sizes(model, names, axes)
     model.ir_version = min(model.ir_version or _IR_VERSION, _IR_VERSION)
     if trainable:
-        _fold_all_but(model, {n for n, _ in [*module.named_parameters(), *module.named_buffers()]})
+        first_names = _first_names(module)
+        _merge_tied(model.graph, first_names)
+        _fold_all_but(model, set(first_names.values()))
     if opset < NEWEST:
         convert(model, opset, contrib=contrib)
     if clean:
@@ -220,6 +223,26 @@ def _quiet() -> Iterator[io.StringIO]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+def _first_names(module: torch.nn.Module) -> dict[str, str]:
+    """All names of parameters and buffers, to the one by which ``named_parameters`` has what may have several."""
+    both = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(x), name) for name, x in itertools.chain(*both)}
+
+
+def _merge_tied(graph: ir.Graph, first_names: Mapping[str, str]) -> None:
+    """Call weights by their first names; the exporter chooses among those of a tied one."""
+    for name, value in list(graph.initializers.items()):
+        first = first_names.get(name, name)
+        if first == name:
+            continue
+        if first in graph.initializers:
+            value.replace_all_uses_with(graph.initializers[first])
+            del graph.initializers[name]
+        else:
+            value.name = first
 
 
 def _fold_all_but(model: ir.Model, weights: Collection[str]) -> None:

@@ -132,6 +132,32 @@ def test_each_weight_is_an_initializer_of_its_name_and_nothing_else_is_one(tmp_p
         np.testing.assert_allclose(y, module(X[:n]).detach(), rtol=0, atol=1e-6)
 
 
+class Tied(nn.Module):
+    """Layers and buffers with two names, and a layer that is called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.back, self.last = nn.Linear(20, 6, bias=False), nn.Linear(6, 6), nn.Linear(20, 10)
+        self.again, self.narrow = self.back, self.wide.weight
+        self.register_buffer("scale", torch.rand(6))
+        self.register_buffer("same_scale", self.scale)
+
+    def forward(self, x):
+        h = self.again(self.back(self.wide(x)).tanh() * self.same_scale)
+        return self.last(h @ self.narrow)
+
+
+def test_what_has_two_names_is_an_initializer_of_the_first(tmp_path):
+    module = Tied()
+    model = saved(tmp_path, module=module)
+    stored = {i.name: onnx.numpy_helper.to_array(i) for i in model.graph.initializer}
+    expected = {name: x.detach() for name, x in [*module.named_parameters(), *module.named_buffers()]}
+    assert stored.keys() == expected.keys()
+    assert all(np.array_equal(stored[name], x) for name, x in expected.items())
+    (y,) = run(tmp_path / "m.onnx", ["y"], input=X, label=LABEL)
+    np.testing.assert_allclose(y, module(X).detach(), rtol=0, atol=1e-6)
+
+
 def test_a_model_that_takes_a_named_size_for_a_number_is_refused(tmp_path):
     class Fixed(Activated):
         def forward(self, x):
