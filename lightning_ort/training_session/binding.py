@@ -13,6 +13,7 @@ import torch
 from lightning_ort.compiler.aot.inputs import InputInfo
 from lightning_ort.compiler.aot.sizes import mismatch
 from lightning_ort.runtime.tensors import cpu_tensor, owning
+from lightning_ort.validation import shown
 
 __all__ = ["TrainingBinding", "as_feed", "as_scalar"]
 
@@ -21,12 +22,21 @@ class TrainingBinding(onnxruntime.IOBinding):
     """An ``onnxruntime.IOBinding`` on CPU memory for a session whose weights live in torch.
 
     Inputs are read, and bound outputs written, when ``run_with_iobinding`` is called.
+
+    Args:
+        input_names: of the session.
+        outputs: of the session, as ``NodeArg`` objects.
+
+    Raises:
+        TypeError: what is bound by ``bind_ortvalue_output`` is no OrtValue.
+        ValueError: a name that the session does not have, or memory for an output of another element type or of
+            another shape than declared. What was bound before stays so.
     """
 
-    def __init__(self, input_names: Sequence[str], output_names: Sequence[str]) -> None:
-        self._input_names, self._output_names = list(input_names), list(output_names)
+    def __init__(self, input_names: Sequence[str], outputs: Sequence[Any]) -> None:
+        self._input_names, self._outputs = list(input_names), {o.name: o for o in outputs}
         self.inputs: dict[str, np.ndarray] = {}
-        self.targets: dict[str, np.ndarray | onnxruntime.OrtValue | None] = {}
+        self.targets: dict[str, onnxruntime.OrtValue | None] = {}
         self.results: list[onnxruntime.OrtValue] = []
 
     def _known(self, name: str, names: Sequence[str], kind: str) -> None:
@@ -56,33 +66,41 @@ class TrainingBinding(onnxruntime.IOBinding):
         shape: Sequence[int] | None = None,
         buffer_ptr: int | None = None,
     ) -> None:
-        self._known(name, self._output_names, "output")
+        self._known(name, [*self._outputs], "output")
         if buffer_ptr is None:
             self.targets[name] = None
         else:
-            self.targets[name] = _view(device_type, element_type, shape or (), buffer_ptr)
+            memory = _view(device_type, element_type, shape or (), buffer_ptr)
+            self.bind_ortvalue_output(name, onnxruntime.OrtValue.ortvalue_from_numpy(memory))
 
     def bind_ortvalue_output(self, name: str, ortvalue: onnxruntime.OrtValue) -> None:
-        self._known(name, self._output_names, "output")
+        self._known(name, [*self._outputs], "output")
+        if not isinstance(ortvalue, onnxruntime.OrtValue):
+            raise TypeError(f"Output {name!r}: ortvalue={shown(ortvalue)}: expected an onnxruntime.OrtValue.")
+        declared, shape = self._outputs[name], list(ortvalue.shape())
+        # an output without a declared shape looks like a scalar
+        sizes = declared.shape or shape
+        fits = len(sizes) == len(shape) and all(d == s for d, s in zip(sizes, shape, strict=True) if isinstance(d, int))
+        if ortvalue.data_type() != declared.type or not fits:
+            raise _unfit(name, f"{declared.type} of shape {declared.shape or 'its own'}", ortvalue)
         self.targets[name] = ortvalue
+
+    def check(self, found: Mapping[str, np.ndarray]) -> None:
+        """
+        Raises:
+            ValueError: the memory that is bound for one of the results ``found`` is of another shape.
+        """
+        for name, target in self.targets.items():
+            if target is not None and list(target.shape()) != list(found[name].shape):
+                raise _unfit(name, f"of shape {list(found[name].shape)}", target)
 
     def store(self, results: Sequence[np.ndarray]) -> None:
         """Hand the results of a run, in the order of ``targets``, to their targets."""
         self.results = []
-        for (name, target), array in zip(self.targets.items(), results, strict=True):
-            if isinstance(target, np.ndarray):
-                if target.shape != array.shape or target.dtype != array.dtype:
-                    raise ValueError(
-                        f"Output {name!r} is {array.dtype}{list(array.shape)}; the memory bound for it is "
-                        f"{target.dtype}{list(target.shape)}."
-                    )
-                target[...] = array
-                self.results.append(onnxruntime.OrtValue.ortvalue_from_numpy(target))
-            elif target is not None:
-                target.update_inplace(array)
-                self.results.append(target)
-            else:
-                self.results.append(owning(array))
+        for target, array in zip(self.targets.values(), results, strict=True):
+            if target is not None:
+                target.update_inplace(np.ascontiguousarray(array))
+            self.results.append(owning(array) if target is None else target)
 
     def synchronize_inputs(self) -> None:
         """Nothing to wait for on the CPU."""
@@ -104,6 +122,13 @@ class TrainingBinding(onnxruntime.IOBinding):
     def clear_binding_outputs(self) -> None:
         self.targets.clear()
         self.results = []
+
+
+def _unfit(name: str, expected: str, value: onnxruntime.OrtValue) -> ValueError:
+    return ValueError(
+        f"Output {name!r} is {expected}; the memory bound for it is {value.data_type()} of shape "
+        f"{list(value.shape())}. Nothing was changed; bind memory of that kind, or by bind_output({name!r}) none."
+    )
 
 
 def _view(device_type: str, element_type: Any, shape: Sequence[int], address: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ import onnx_ir as ir
 from lightning_ort import validation
 from lightning_ort.compiler.aot.emit import written
 from lightning_ort.compiler.aot.inputs import input_infos
-from lightning_ort.compiler.aot.joint import trace_joint
+from lightning_ort.compiler.aot.joint import Joint, trace_joint
 from lightning_ort.compiler.aot.reference import StepReference
 from lightning_ort.compiler.passes import standardize
 from lightning_ort.errors import UnsupportedError
@@ -21,7 +22,7 @@ from lightning_ort.onnx_reader.load import Model, load, name_of, using
 from lightning_ort.training_session.generated_run import compare_once
 from lightning_ort.validation import flag, shown
 
-__all__ = ["GradientGraphBuilder"]
+__all__ = ["GradientGraphBuilder", "passed_last"]
 
 
 class GradientGraphBuilder:
@@ -80,7 +81,10 @@ class GradientGraphBuilder:
         with using(self._name):
             module = to_torch(self._proto, [i.name for i in self._proto.graph.initializer if i.name in self._x_names])
             joint = trace_joint(module, input_infos(self._proto), self._y_names, incoming, self._x_names)
-            model = standardize(written(joint, self._proto))
+            model = standardize(written(passed_last(joint), self._proto))
+            outputs = {str(v.name): v for v in model.graph.outputs}
+            model.graph.outputs.clear()
+            model.graph.outputs.extend(outputs[name] for name in joint.results)
         if verify is False:
             self._not_compared = "verify=False"
         else:
@@ -116,6 +120,15 @@ class GradientGraphBuilder:
         if self._model is None:
             raise RuntimeError("The gradient graph does not exist yet; call build() first.")
         return self._model
+
+
+def passed_last(joint: Joint) -> Joint:
+    """``joint`` with results that are an input or initializer behind all others.
+
+    What else is the same value would be written as a copy of such a result, which is no value of its own.
+    """
+    results = sorted(joint.results.items(), key=lambda result: joint.inputs.get(result[0]) is result[1])
+    return dataclasses.replace(joint, results=dict(results))
 
 
 def _names(argument: str, names: Iterable[str]) -> list[str]:

@@ -21,7 +21,7 @@ from lightning_ort.errors import MismatchError, UnsupportedError
 from lightning_ort.files.onnx_models import save_onnx
 from lightning_ort.onnx_reader import OnnxModule
 from lightning_ort.runtime.factory import SessionFactory
-from lightning_ort.training_session.gradient_graph import GradientGraphBuilder
+from lightning_ort.training_session.gradient_graph import GradientGraphBuilder, passed_last
 from lightning_ort.training_session.optimizer import WeightUpdate
 from lightning_ort.training_session.parameters import TrainingParameters
 from lightning_ort.verification import Doubts, Mismatch, varied
@@ -107,7 +107,7 @@ class TrainingGraph:
             )
         self.infos, self._joint = joint.infos, joint
         infos = [*joint.infos]
-        model = written(joint, proto, fed=tensors)
+        model = written(passed_last(joint), proto, fed=tensors)
         inputs = {str(v.name) for v in model.graph.inputs}
         # no memory can be bound for what no node writes
         passed = [v for v in model.graph.outputs if v.is_graph_input()]
@@ -124,7 +124,7 @@ class TrainingGraph:
             outputs=tuple(o.name for o in proto.graph.output if o.name not in self._passed),
             tensors={n: n for n in tensors if n in inputs},
             gradients={n: f"{n}{GRAD}" for n in gradients},
-            updates={n: f"{n}{NEW}" for n in tensors if f"{n}{NEW}" in joint.results},
+            updates={n: new for n, new in joint.updates.items() if n in tensors},
         )
         self.runner = StepRunner(graph, tensors, gradients, sessions)
         self._fed = [info.name for info in infos[: len(infos) - len(self._seed)]]
@@ -132,7 +132,8 @@ class TrainingGraph:
         self._doubts = Doubts(_ADVICE)
         self._reference: StepReference | None = None
         if verify:
-            reference = StepReference(module, joint, [loss], incoming, list(gradients), tensors if trains else ())
+            statistics = [n for n in tensors if f"{n}{NEW}" not in module.output_names] if trains else ()
+            reference = StepReference(module, joint, [loss], incoming, list(gradients), statistics)
             self._reference = None if reference.random else reference
 
     def __call__(self, feed: Mapping[str, torch.Tensor], scale: float) -> dict[str, np.ndarray]:

@@ -172,7 +172,8 @@ class WeightUpdate:
         """(target, value) of every entry that falls to this process; a counter has no target. Nothing is changed.
 
         Raises:
-            ValueError: an unknown weight or state, another shape, or counters that differ among the weights.
+            ValueError: an unknown weight or state, another shape or element type, or counters that differ among the
+                weights.
         """
         own, mine = self.layout(), self.state()
         assignments: list[tuple[torch.Tensor | None, torch.Tensor]] = []
@@ -186,6 +187,10 @@ class WeightUpdate:
                     raise ValueError(
                         f"Optimizer state {name!r} of {weight!r} has shape {tuple(tensor.shape)}; expected "
                         f"{tuple(target.shape)}."
+                    )
+                if target.dtype != tensor.dtype:
+                    raise ValueError(
+                        f"Optimizer state {name!r} of {weight!r} is {tensor.dtype}; expected {target.dtype}."
                     )
                 if name in ("Update_Count", "Step"):
                     counts.add(int(tensor))

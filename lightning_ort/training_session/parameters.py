@@ -10,11 +10,19 @@ import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
+from lightning_ort.compiler.aot.joint import GRAD
 from lightning_ort.errors import UnsupportedError
 from lightning_ort.onnx_reader.initializers import trainable_initializers
+from lightning_ort.onnx_reader.registry import OPERATORS
 from lightning_ort.validation import is_number, is_whole, shown
 
-__all__ = ["TrainingParameters", "check_types", "check_weights", "trained_weights", "why_none"]
+__all__ = [
+    "ACCUMULATED", "ALL_FINITE", "TrainingParameters", "check_names", "check_types", "check_weights", "trained_weights",
+    "why_none",
+]  # fmt: skip
+
+ALL_FINITE = "all_finite"
+ACCUMULATED = "Group_Accumulated_Gradients"
 
 _UPDATED = {TensorProto.FLOAT, TensorProto.DOUBLE}
 """Element types of weights that the optimizers update."""
@@ -97,6 +105,12 @@ class TrainingParameters:
             )
         self._values[name] = value
 
+    def __copy__(self) -> TrainingParameters:
+        """One of its own, with copies of the collections; the arrays of the initial state are shared."""
+        other = TrainingParameters()
+        other._values, other._initial_state = copy.deepcopy(self._values), self._initial_state
+        return other
+
     def __dir__(self) -> list[str]:
         return sorted([*super().__dir__(), *_PROPERTIES])
 
@@ -149,11 +163,66 @@ def _checked(name: str, value: Any, default: Any) -> Any:
         raise TypeError(f"TrainingParameters.{name} holds what cannot be copied: {error}.") from error
 
 
+def check_names(model: onnx.ModelProto, parameters: TrainingParameters) -> None:
+    """
+    Raises:
+        ValueError: ``loss_output_name`` is no output; or what the learning rate is fed as, or what a session gives
+            out besides, is called like a value of the model.
+    """
+    outputs = [o.name for o in model.graph.output]
+    if not parameters.loss_output_name:
+        raise ValueError("TrainingParameters.loss_output_name is not set; expected the output that is the loss.")
+    if parameters.loss_output_name not in outputs:
+        raise ValueError(f"loss_output_name is {parameters.loss_output_name!r}; the model's outputs are {outputs}.")
+    used = {name: "a value" for node in model.graph.node for name in node.output}
+    used |= dict.fromkeys(outputs, "an output") | {i.name: "an input" for i in model.graph.input}
+    used |= {i.name: "an initializer" for i in model.graph.initializer}
+    for added, option, off in (
+        (ALL_FINITE, "loss_scale", not parameters.loss_scale),
+        (ACCUMULATED, "gradient_accumulation_steps", parameters.gradient_accumulation_steps == 1),
+    ):
+        if not off and added in used:
+            raise ValueError(
+                f"The model has {used[added]} {added!r}, which is an output that TrainingParameters.{option} adds; "
+                f"rename it in the model, or leave {option} at {_PROPERTIES[option][0]}."
+            )
+        used |= {} if off else {added: "an output"}
+    if parameters.set_gradients_as_graph_outputs:
+        used |= {f"{i.name}{GRAD}": "an output" for i in model.graph.initializer}
+    rate = parameters.lr_params_feed_name
+    if not parameters.training_optimizer_name:
+        return
+    if not rate:
+        raise ValueError("lr_params_feed_name='': expected the name of the input as which the learning rate is fed.")
+    if rate in used:
+        raise ValueError(
+            f"The model has {used[rate]} {rate!r}, which is what the learning rate is fed as; expected another name in "
+            "TrainingParameters.lr_params_feed_name."
+        )
+
+
 def check_weights(model: onnx.ModelProto, parameters: TrainingParameters) -> None:
     """
     Raises:
-        ValueError: ``weights_to_train`` or ``weights_not_to_train`` names an initializer that the model lacks.
+        TypeError: ``immutable_weights`` is of another form.
+        ValueError: ``weights_to_train`` or ``weights_not_to_train`` names an initializer that the model lacks, or
+            ``immutable_weights`` an operator that does not exist, or a negative position.
     """
+    for operator, positions in parameters.immutable_weights.items():
+        fits = isinstance(positions, Mapping) and all(is_whole(k) and is_number(v) for k, v in positions.items())
+        if not isinstance(operator, str) or not fits:
+            raise TypeError(
+                f"immutable_weights has {shown(operator)}: {shown(positions)}; expected operator types to mappings "
+                "from the position of an input to a number."
+            )
+        if not onnx.defs.has(operator) and operator not in {name for _, name in OPERATORS}:
+            raise ValueError(
+                f"immutable_weights has {operator!r}, which no model can have; expected operator types, such as 'Mul'."
+            )
+        if any(k < 0 for k in positions):
+            raise ValueError(
+                f"immutable_weights has {operator!r}: {shown(positions)}; expected positions of inputs, counted from 0."
+            )
     known = [i.name for i in model.graph.initializer]
     for attribute in ("weights_to_train", "weights_not_to_train"):
         unknown = sorted(set(getattr(parameters, attribute)) - set(known))
@@ -200,18 +269,7 @@ def check_types(model: onnx.ModelProto, trained: Collection[str], optimizer: str
 
 
 def _immutable(model: onnx.ModelProto, rules: Mapping[str, Mapping[int, float]]) -> set[str]:
-    """Initializers that are a constant of an operator: ``{op_type: {input position: value}}``.
-
-    Raises:
-        TypeError: the rules are of another form.
-    """
-    for operator, positions in rules.items():
-        fits = isinstance(positions, Mapping) and all(is_whole(k) and is_number(v) for k, v in positions.items())
-        if not isinstance(operator, str) or not fits:
-            raise TypeError(
-                f"immutable_weights has {shown(operator)}: {shown(positions)}; expected operator types to mappings "
-                "from the position of an input to a number."
-            )
+    """Initializers that are a constant of an operator: ``{op_type: {input position: value}}``."""
     values = {i.name: i for i in model.graph.initializer}
     found = set()
     for node in model.graph.node:

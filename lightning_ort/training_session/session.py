@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,21 +15,23 @@ from onnx import TensorProto, helper
 from lightning_ort.checkpoints.names import SHARED
 from lightning_ort.compiler.aot.joint import GRAD
 from lightning_ort.distributed.processes import join
-from lightning_ort.errors import ProviderError
+from lightning_ort.errors import UnsupportedError
 from lightning_ort.onnx_reader import to_torch
 from lightning_ort.onnx_reader.initializers import state_initializers, trainable_initializers
 from lightning_ort.onnx_reader.load import Model, load, name_of, using
-from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.runtime.factory import SessionFactory
 from lightning_ort.runtime.memory import Packed
-from lightning_ort.runtime.providers import check_available
 from lightning_ort.runtime.providers.cpu import CPU
 from lightning_ort.runtime.tensors import ONNX, owning
 from lightning_ort.training_session.binding import TrainingBinding, as_feed, as_scalar, as_tensor
+from lightning_ort.training_session.factory import factory_of
 from lightning_ort.training_session.graph import TrainingGraph, save_graphs
 from lightning_ort.training_session.optimizer import WeightUpdate
 from lightning_ort.training_session.parameters import (
+    ACCUMULATED,
+    ALL_FINITE,
     TrainingParameters,
+    check_names,
     check_types,
     check_weights,
     trained_weights,
@@ -38,9 +41,6 @@ from lightning_ort.training_session.signature import SessionInfo, signature_sess
 from lightning_ort.validation import flag, names, shown
 
 __all__ = ["TrainingSession"]
-
-ALL_FINITE = "all_finite"
-ACCUMULATED = "Group_Accumulated_Gradients"
 
 
 class TrainingSession(SessionInfo):
@@ -53,7 +53,7 @@ class TrainingSession(SessionInfo):
 
     Args:
         path_or_bytes: a path, a serialized model, or an ``onnx.ModelProto``, opset 13 to 21. It is not changed.
-        parameters: names the loss, the weights, the optimizer.
+        parameters: names the loss, the weights, the optimizer; they are copied.
         sess_options: as for ``onnxruntime.InferenceSession``; or a mapping of option names to values.
         providers: execution providers in order of preference, names or tuples of name and options.
         provider_options: one mapping per provider.
@@ -64,7 +64,7 @@ class TrainingSession(SessionInfo):
         FileNotFoundError, ValueError: no such file, not an ONNX model, unknown names, or a property that contradicts
             the model.
         UnsupportedError: an operator that cannot be read or differentiated, named with its node; or weights of a type
-            that the optimizer does not update.
+            that the optimizer does not update; or a weight that is called like a state of the optimizer.
         ProviderError: a provider that this ONNX Runtime does not have.
         ValueError: ``world_rank`` and ``world_size`` are not those of the process group.
     """
@@ -81,7 +81,8 @@ class TrainingSession(SessionInfo):
     ) -> None:
         if not isinstance(parameters, TrainingParameters):
             raise TypeError(f"parameters is a {type(parameters).__name__}; expected lightning_ort.TrainingParameters.")
-        sessions = _sessions(providers, provider_options, sess_options)
+        parameters = copy.copy(parameters)
+        sessions = factory_of(providers, provider_options, sess_options)
         self._verify = flag("verify", verify)
         self._processes = join(
             parameters.world_rank,
@@ -94,8 +95,8 @@ class TrainingSession(SessionInfo):
         self._replicated, self._loads = self._processes is None, 0
         self._parameters, self._proto, self._name = parameters, load(path_or_bytes), name_of(path_or_bytes)
         self._forward_outputs = [o.name for o in self._proto.graph.output]
-        self._check_rate()
-        self._loss = self._find_loss()
+        check_names(self._proto, parameters)
+        self._loss: str = parameters.loss_output_name
         check_weights(self._proto, parameters)
         with using(self._name):
             trained = trained_weights(self._proto, parameters)
@@ -117,25 +118,16 @@ class TrainingSession(SessionInfo):
         self._fallback = True
         self._options = sess_options
         self._make(sessions)
+        states = self._flat_names()
+        clash = [n for n in self._weights | self._buffers if n in states or (states and n == SHARED)]
+        if clash:
+            raise UnsupportedError(
+                f"{clash[0]!r} is a name in the ONNX file, and that of an optimizer's state in get_state(); expected "
+                "another one. Rename that value of the file."
+            )
         if self._updates is not None and parameters._initial_state:
             self._updates.assign(self._updates.check(parameters._initial_state))
         save_graphs(self._proto, parameters, self._loss, list(self._weights), self._updates, verify=verify)
-
-    def _find_loss(self) -> str:
-        name = self._parameters.loss_output_name
-        if not name:
-            raise ValueError("TrainingParameters.loss_output_name is not set; expected the output that is the loss.")
-        if name not in self._forward_outputs:
-            raise ValueError(f"loss_output_name is {name!r}; the model's outputs are {self._forward_outputs}.")
-        return name
-
-    def _check_rate(self) -> None:
-        name = self._parameters.lr_params_feed_name
-        if self._parameters.training_optimizer_name and name in {i.name for i in self._proto.graph.input}:
-            raise ValueError(
-                f"The model has an input {name!r}, which is what the learning rate is fed as; expected another name in "
-                "TrainingParameters.lr_params_feed_name."
-            )
 
     def _make(self, sessions: SessionFactory) -> None:
         """Make all that runs; what runs now stays where that fails."""
@@ -195,6 +187,16 @@ class TrainingSession(SessionInfo):
             MismatchError: a first run gives something else than torch, named in the words of the file; nothing has
                 been changed then.
         """
+        return self._run(output_names, input_feed, run_options)
+
+    def _run(
+        self,
+        output_names: Sequence[str] | None,
+        input_feed: Mapping[str, Any],
+        run_options: Any,
+        check: Callable[[Mapping[str, np.ndarray]], None] | None = None,
+    ) -> list[np.ndarray]:
+        """:meth:`run`; what ``check`` raises about the results leaves all as it was before."""
         if run_options is not None and not isinstance(run_options, onnxruntime.RunOptions):
             raise TypeError(f"run_options={shown(run_options)}: expected an onnxruntime.RunOptions, or None.")
         evaluate = run_options is not None and run_options.only_execute_path_to_fetches
@@ -213,8 +215,10 @@ class TrainingSession(SessionInfo):
         feed = as_feed(self._infos, given)
         if evaluate:
             found = self._forward(feed, 1.0, evaluate=True)
+            if check is not None:
+                check(found)
         else:
-            found = self._step(feed, lr)
+            found = self._step(feed, lr, check)
         return [found[n] for n in wanted or known]
 
     def _forward(
@@ -228,17 +232,31 @@ class TrainingSession(SessionInfo):
         except Exception as error:
             if not (self._fallback and type(error).__name__ == "EPFail"):
                 raise
-            warnings.warn(f"The execution provider failed ({error}); going on with the CPU's.", stacklevel=4)
+            warnings.warn(f"The execution provider failed ({error}); going on with the CPU's.", stacklevel=5)
             self.set_providers([CPU.name])
             return self._forward(feed, scale, evaluate=evaluate)
 
-    def _step(self, feed: Mapping[str, torch.Tensor], lr: float | None) -> dict[str, np.ndarray]:
+    def _step(
+        self,
+        feed: Mapping[str, torch.Tensor],
+        lr: float | None,
+        check: Callable[[Mapping[str, np.ndarray]], None] | None,
+    ) -> dict[str, np.ndarray]:
         scale = float(self._parameters.loss_scale) or 1.0
         self._replicate()
-        found = self._forward(feed, scale)
+        tensors = self._weights | self._buffers
+        changed = {} if check is None else {n: tensors[n].clone() for n in self._train.runner.graph.updates}
+        found = self._forward(feed, scale) | {n: np.array([False]) for n in self._flags()}
         gradients = self._gradients.views
         if self._parameters.set_gradients_as_graph_outputs:
             found |= {f"{n}{GRAD}": (g / scale).numpy() for n, g in gradients.items()}
+        try:
+            if check is not None:
+                check(found)
+        except ValueError:
+            for name, statistic in changed.items():
+                tensors[name].copy_(statistic)
+            raise
         steps = self._parameters.gradient_accumulation_steps
         updated = True
         finite = None if self._parameters.loss_scale else True
@@ -249,9 +267,8 @@ class TrainingSession(SessionInfo):
                 finite = self._updates.run(complete, lr, 1.0 / (steps * scale))
         if finite is None:
             finite = all(bool(torch.isfinite(g).all()) for g in gradients.values())
-        found[ALL_FINITE] = np.array([finite])
-        found[ACCUMULATED] = np.array([not updated])
-        return found
+        flags = {ALL_FINITE: finite, ACCUMULATED: not updated}
+        return found | {n: np.array([flags[n]]) for n in self._flags()}
 
     def _accumulated(self, gradients: dict[str, torch.Tensor], steps: int) -> dict[str, torch.Tensor] | None:
         """Sums of the gradients of ``steps`` runs when they are complete, else ``None``."""
@@ -290,13 +307,21 @@ class TrainingSession(SessionInfo):
 
     def io_binding(self) -> TrainingBinding:
         """A binding for :meth:`run_with_iobinding`."""
-        return TrainingBinding([i.name for i in self.get_inputs()], self._output_names)
+        return TrainingBinding([i.name for i in self.get_inputs()], self.get_outputs())
 
     def run_with_iobinding(self, iobinding: TrainingBinding, run_options: Any = None) -> None:
-        """:meth:`run` with what is bound; the results go to the bound outputs."""
+        """:meth:`run` with what is bound; the results go to the bound outputs.
+
+        Raises:
+            TypeError: ``iobinding`` is none of :meth:`io_binding`; nothing has been changed then.
+            ValueError: as :meth:`run`; or no output is bound, or memory of another shape than that of the result;
+                nothing has been changed then.
+        """
         if not isinstance(iobinding, TrainingBinding):
             raise TypeError("iobinding is not from io_binding() of a TrainingSession.")
-        iobinding.store(self.run(list(iobinding.targets), iobinding.inputs, run_options))
+        if not iobinding.targets:
+            raise ValueError("No output is bound; bind one by bind_output or bind_ortvalue_output.")
+        iobinding.store(self._run(list(iobinding.targets), iobinding.inputs, run_options, iobinding.check))
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -305,7 +330,7 @@ class TrainingSession(SessionInfo):
         state = dict(self.get_model_state()["full_precision"])
         for weight, values in self.get_optimizer_state().items():
             for name, array in values.items():
-                state[name if weight == SHARED else f"{name}_{weight}"] = array
+                state[_flat(weight, name)] = array
         return state
 
     def load_state(self, state_dict: Mapping[str, Any], strict: bool = False) -> None:
@@ -313,6 +338,9 @@ class TrainingSession(SessionInfo):
 
         Of several processes all load, at the same run; what they go on with is then rank 0's. With stage 1 of ZeRO they
         load the states of all, or each its own.
+
+        Gradients that were accumulated for an update still to come are dropped: the next run is the first of its
+        ``gradient_accumulation_steps``.
 
         Args:
             state_dict: name to array.
@@ -324,12 +352,7 @@ class TrainingSession(SessionInfo):
                 Nothing has been changed then.
         """
         state_dict = _mapping("state_dict", state_dict, "names to arrays, as get_state gives")
-        layout = {} if self._updates is None else self._updates.layout()
-        flat = {
-            (name if weight == SHARED else f"{name}_{weight}"): (weight, name)
-            for weight, values in layout.items()
-            for name in values
-        }
+        flat = self._flat_names()
         own = self.get_state()
         unknown, missing = sorted(set(state_dict) - set(own) - set(flat)), sorted(set(own) - set(state_dict))
         if unknown or (strict and missing):
@@ -357,8 +380,14 @@ class TrainingSession(SessionInfo):
             target.copy_(tensor)
         if self._updates is not None:
             self._updates.assign(checked)
+        self._pending, self._n_accumulated = {}, 0
         self._loads += 1
         self._replicated = self._processes is None
+
+    def _flat_names(self) -> dict[str, tuple[str, str]]:
+        """What :meth:`get_state` calls the states of the optimizer, to weight and state."""
+        layout = {} if self._updates is None else self._updates.layout()
+        return {_flat(weight, name): (weight, name) for weight, values in layout.items() for name in values}
 
     def get_model_state(self, include_mixed_precision_weights: bool = False) -> dict[str, dict[str, np.ndarray]]:
         """``{"full_precision": {name: array}}`` of weights, trained or not, and running statistics, as copies.
@@ -394,7 +423,11 @@ class TrainingSession(SessionInfo):
         self, providers: Sequence[Any] | None = None, provider_options: Sequence[Mapping[str, Any]] | None = None
     ) -> None:
         """Make the sessions anew with these providers; weights and states are kept."""
-        self._make(_sessions(providers, provider_options, self._options))
+        self._make(factory_of(providers, provider_options, self._options))
+
+
+def _flat(weight: str, state: str) -> str:
+    return state if weight == SHARED else f"{state}_{weight}"
 
 
 def _mapping(name: str, value: Any, expected: str) -> dict[str, Any]:
@@ -406,27 +439,3 @@ def _mapping(name: str, value: Any, expected: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise TypeError(f"{name}={shown(value)}: expected a mapping from {expected}.")
     return dict(value)
-
-
-def _sessions(providers: Sequence[Any] | None, provider_options: Any, session_options: Any) -> SessionFactory:
-    """What makes the sessions, after all that was given is known to be heeded."""
-    config = RuntimeConfig(*_split(providers, provider_options), session_options)
-    config.check()
-    return SessionFactory(config)
-
-
-def _split(providers: Sequence[Any] | None, options: Any) -> tuple[list[str] | None, Any]:
-    """Names and options of providers that may be tuples of both."""
-    if providers is None:
-        return None, options
-    if isinstance(providers, (str, bytes)) or not isinstance(providers, Sequence):
-        check_available(providers, None)  # type: ignore[arg-type]  # which says what is wrong
-    for p in providers:
-        if isinstance(p, tuple) and not (len(p) == 2 and isinstance(p[1], Mapping)):
-            raise ProviderError(f"providers holds {shown(p)}: expected names, or tuples of a name and its options.")
-    found = [p[0] if isinstance(p, tuple) else p for p in providers]
-    if any(isinstance(p, tuple) for p in providers):
-        if options:
-            raise ValueError("provider_options cannot be given together with options in providers.")
-        options = [dict(p[1]) if isinstance(p, tuple) else {} for p in providers]
-    return found, options

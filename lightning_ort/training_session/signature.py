@@ -28,21 +28,22 @@ def signature_session(
     if learning_rate is not None:
         inputs.append(helper.make_tensor_value_info(learning_rate, TensorProto.FLOAT, [1]))
     outputs = [*model.graph.output, *extra]
+    names = {i.name for i in inputs}
+    longer = "_" * max(len(v.name) for v in [*inputs, *outputs])  # than all names, and so the beginning of none
+    one, minus_one, indices, shape = (f"{longer}{name}" for name in ("one", "minus_one", "indices", "shape"))
     # a tensor of unknown shape for every output, so that the declared shapes stand
     nodes = [
-        helper.make_node("Constant", [], ["one"], value_float=1.0),
-        helper.make_node("NonZero", ["one"], ["indices"]),
-        helper.make_node("Reshape", ["indices", "minus_one"], ["shape"]),
-        helper.make_node("Constant", [], ["minus_one"], value_ints=[-1]),
+        helper.make_node("Constant", [], [one], value_float=1.0),
+        helper.make_node("Constant", [], [minus_one], value_ints=[-1]),
+        helper.make_node("NonZero", [one], [indices]),
+        helper.make_node("Reshape", [indices, minus_one], [shape]),
     ]
-    nodes.insert(1, nodes.pop())
-    names = {i.name for i in inputs}
     for value in outputs:
         if value.name in names:
             continue
         dtype = value.type.tensor_type.elem_type
         tensor = helper.make_tensor("value", dtype, [1], [0])
-        nodes.append(helper.make_node("ConstantOfShape", ["shape"], [value.name], value=tensor))
+        nodes.append(helper.make_node("ConstantOfShape", [shape], [value.name], value=tensor))
     graph = helper.make_graph(nodes, model.graph.name or "training", inputs, outputs, doc_string=model.graph.doc_string)
     described = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     described.producer_name = model.producer_name

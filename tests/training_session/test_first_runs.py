@@ -156,7 +156,7 @@ def test_a_loss_scale_beyond_the_range_is_compared_when_it_fits() -> None:
         zip([o.name for o in found.get_outputs()], found.run(None, feed | {"x": FEED["x"] * 1e3}), strict=True)
     )
     assert not first["all_finite"][0] and found._train._reference is not None
-    parameters.loss_scale = 128.0
+    found._parameters.loss_scale = 128.0
     found.run(None, feed)
     assert found._train._reference is None
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import sympy
 import torch
@@ -44,6 +44,7 @@ class Joint:
         infos: the inputs of the file. Sizes that the operators fix are numbers, sizes that must be equal have one name.
         names: of the sizes that vary, by torch's symbols.
         unused: what was wanted a gradient of and does not lead to what is differentiated; its gradient is zeros.
+        updates: running statistic to the name of its new value among ``results``.
         conditions: on torch's symbols, under which the graph holds, besides that none of the sizes that vary is 0 or
             1; ``None`` where it holds for all sizes.
     """
@@ -55,6 +56,7 @@ class Joint:
     infos: list[InputInfo]
     names: dict[str, str]
     unused: frozenset[str]
+    updates: dict[str, str] = dataclasses.field(default_factory=dict)
     conditions: tuple[sympy.Basic, ...] | None = None
 
     def holds_at(self, sizes: Mapping[str, int]) -> bool:
@@ -90,20 +92,23 @@ def trace_joint(
     Raises:
         ValueError: ``wanted`` names a tensor of whole numbers.
         UnsupportedError: the graph has no functional form, or holds for some sizes only where the file says they vary;
-            or a value of the file has the name of a gradient.
+            or a value of the file has the name of a gradient or of a new running statistic.
     """
     if isinstance(module, OnnxModule):
-        _check_names(module, incoming, wanted, statistics)
+        made = {f"{name}{GRAD}": f"the gradient of {name!r}" for name in (*incoming, *wanted)}
+        _check_names(module, made, module.buffer_names.values() if statistics else ())
+        _check_incoming(incoming, wanted)
     examples = usual_hints(varying(infos)) if hints is None else hints
     with _without_tracebacks():
-        return _joint(module, infos, differentiated, incoming, wanted, statistics, what, examples, conditional)
+        joint = _joint(module, infos, differentiated, incoming, wanted, statistics, what, examples, conditional)
+    if isinstance(module, OnnxModule):
+        made = {new: f"the new value of {name!r}" for name, new in joint.updates.items()}
+        _check_names(module, made, module.buffer_names.values())
+    return joint
 
 
-def _check_names(module: OnnxModule, incoming: Sequence[str], wanted: Sequence[str], statistics: bool) -> None:
-    """Refuse a file in which a value has the name of a gradient or of a new running statistic."""
-    buffers = module.buffer_names.values() if statistics else ()
-    made = {f"{name}{GRAD}": f"the gradient of {name!r}" for name in (*incoming, *wanted)}
-    made |= {f"{name}{NEW}": f"the new value of {name!r}" for name in buffers}
+def _check_names(module: OnnxModule, made: Mapping[str, str], buffers: Iterable[str]) -> None:
+    """Refuse a file in which a value has the name of one that is ``made``, which is mapped to what it is."""
     known = dict.fromkeys([*module.input_names, *module.parameter_names.values(), *buffers, *module.output_names])
     clash = [name for name in known if name in made]
     if clash:
@@ -111,6 +116,9 @@ def _check_names(module: OnnxModule, incoming: Sequence[str], wanted: Sequence[s
             f"{clash[0]!r} is a name in the ONNX file, and that of {made[clash[0]]}; expected another "
             "one. Rename that value of the file."
         )
+
+
+def _check_incoming(incoming: Sequence[str], wanted: Sequence[str]) -> None:
     both = [name for name in incoming if name in wanted]
     if both:
         raise UnsupportedError(
@@ -243,13 +251,14 @@ def _trace(
     results = dict(zip(module.output_names, traced.outputs[1:], strict=True))
     gradients = {names[i]: g or _zeros(traced, i) for i, g in traced.gradients.items()}
     results |= {f"{name}{GRAD}": gradients[name] for name in wanted}
-    if statistics:
-        results |= {f"{names[i]}{NEW}": value for i, value in traced.updates.items()}
+    changed = traced.updates if statistics else {}
+    updates = {names[i]: f"{names[i]}{NEW}" for i in changed}
+    results |= {updates[names[i]]: value for i, value in changed.items()}
     traced.graph.output_node().args = (list(results.values()),)
     traced.graph.eliminate_dead_code()
     inputs_by_name = dict(zip(names, traced.inputs, strict=False))
     unused = frozenset(names[i] for i, g in traced.gradients.items() if g is None)
-    return Joint(traced, region.tensors, inputs_by_name, results, list(infos), fakes.names(), unused)
+    return Joint(traced, region.tensors, inputs_by_name, results, list(infos), fakes.names(), unused, updates)
 
 
 def _incoming(
