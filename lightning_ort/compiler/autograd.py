@@ -213,7 +213,7 @@ class LossStep(torch.autograd.Function):
         (kept, keeps), gradients, again = _take_kept(ctx, arrived), ctx.gradients, torch.is_grad_enabled()
         if not keeps and ctx.loss in arrived:
             ctx.gradients = None
-        if again or gradients is None or set(arrived) != {ctx.loss}:
+        if again or gradients is None or set(arrived) != {ctx.loss} or _are_batched(arrived):
             if not again and set(arrived) != {ctx.loss}:
                 region.leave_loss()
             return (None, None, None, *_recompute(region, kept, ctx.rng, arrived, create_graph=again))
@@ -232,6 +232,13 @@ class LossStep(torch.autograd.Function):
             # those are still scaled
             multiply([g for g in gradients if g is not None and g.dtype.itemsize < 4], factor / ctx.scale)
         return (None, None, None, *gradients)
+
+
+def _are_batched(arrived: Mapping[int, torch.Tensor]) -> bool:
+    """Whether these are many gradients at once: ``torch.autograd.grad(..., is_grads_batched=True)``, by ``vmap``."""
+    # private: a tensor within vmap has no public sign of it, and torch.autograd has a vmap of its own
+    kinds = torch._C._functorch
+    return any(kinds.is_legacy_batchedtensor(g) or kinds.is_batchedtensor(g) for g in arrived.values())
 
 
 def makes_nan(factor: float, gradients: Sequence[torch.Tensor | None]) -> bool:
@@ -309,7 +316,7 @@ def _gradients_of_pair(step: Any, node: Any, arrived: Mapping[int, torch.Tensor]
     in_torch, read_again = node.in_torch, node.read_again
     if not keeps:  # autograd lets go of saved tensors
         node.in_torch, node.read_again = True, {}
-    if torch.is_grad_enabled() or in_torch:
+    if torch.is_grad_enabled() or in_torch or _are_batched(arrived):
         return _recompute(region, kept, step.rng, arrived, create_graph=torch.is_grad_enabled())
     tangents = []
     for output in region.differentiable:

@@ -15,7 +15,7 @@ from lightning_ort.compiler.contest import measures
 from lightning_ort.compiler.dynamo_words import source_line
 from lightning_ort.compiler.executors.executable import Account, timed_in_torch
 from lightning_ort.compiler.functional_graph import Untraceable, bracket_bases
-from lightning_ort.compiler.global_state import forget_frames, leaving_grad_mode
+from lightning_ort.compiler.global_state import forget_frames, leaving_grad_mode, saved_tensors_have_hooks
 from lightning_ort.compiler.handlers import LeftToPython, handled_call
 from lightning_ort.compiler.kept import in_torch
 from lightning_ort.compiler.loss_scale import LossScaling
@@ -83,6 +83,10 @@ class ORTBackend:
             if handled is not None:
                 self._fallback([handled])
                 return _raising(LeftToPython())
+            if saved_tensors_have_hooks():
+                raise Untraceable("torch.autograd.graph.saved_tensors_hooks are called with what eager saves")
+            if _is_transformed(example_inputs):
+                raise Untraceable("it is called within a transform of torch.func, on tensors without memory")
             if _has_collectives(graph):
                 raise Untraceable("a collective, which all processes make once, is in a graph that may run more often")
             as_in_eager(graph)
@@ -145,6 +149,14 @@ def _raising(error: Exception) -> Callable[..., Any]:
         raise error
 
     return call
+
+
+def _is_transformed(example_inputs: Sequence[Any]) -> bool:
+    """Whether this is within a transform of ``torch.func``, or on tensors that one has left to a later backward."""
+    # private: there is no public way to tell
+    functorch = torch._C._functorch
+    wrapped = (functorch.is_functorch_wrapped_tensor(x) for x in example_inputs if isinstance(x, torch.Tensor))
+    return functorch.peek_interpreter_stack() is not None or any(wrapped)
 
 
 def _has_collectives(graph: fx.GraphModule) -> bool:

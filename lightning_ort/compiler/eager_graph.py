@@ -90,11 +90,16 @@ class EagerGraph:
         return cls(saved, saved_outputs, reached, used, frozenset(inner))
 
 
-def arrivals(region: fx.GraphModule, differentiable: Sequence[int]) -> list[int]:
+def arrivals(region: fx.GraphModule, starts: Sequence[int], differentiable: Sequence[int]) -> list[int]:
     """Numbers of the leaves among the inputs of ``region``, in the order in which eager has their gradients.
 
     Torch's engine tells, on the fake tensors with which Dynamo made ``region``. Where it cannot go all the way, what is
     used last comes first.
+
+    Args:
+        region: Dynamo's graph.
+        starts: numbers of the outputs from which gradients come.
+        differentiable: all from which they may come; what only those lead to is at the end.
     """
     inputs = [n.meta.get("example_value") for n in region.graph.nodes if n.op == "placeholder"]
     leaves = {i: x for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf}
@@ -103,15 +108,16 @@ def arrivals(region: fx.GraphModule, differentiable: Sequence[int]) -> list[int]
     handles = [x.register_hook(functools.partial(_note, found, i)) for i, x in leaves.items()]
     try:
         with torch.enable_grad(), without_autocast():
-            roots = [results[output].meta["example_value"] for output in differentiable]
-            seeds = [torch.ones_like(root) for root in roots]
-            torch.autograd.grad(roots, list(leaves.values()), seeds, retain_graph=True, allow_unused=True)
+            for outputs in (starts, differentiable):
+                roots = [results[output].meta["example_value"] for output in outputs]
+                seeds = [torch.ones_like(root) for root in roots]
+                torch.autograd.grad(roots, list(leaves.values()), seeds, retain_graph=True, allow_unused=True)
     except Exception:
-        found += [i for i in reversed(leaves) if i not in found]
+        found += reversed(leaves)
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return list(dict.fromkeys(found))
 
 
 def _note(found: list[int], number: int, gradient: torch.Tensor) -> None:

@@ -20,9 +20,15 @@ __all__ = [
     "drawing_as_traced",
     "forget_frames",
     "leaving_grad_mode",
+    "saved_tensors_have_hooks",
     "takes_gradients",
     "without_autocast",
 ]
+
+
+def saved_tensors_have_hooks() -> bool:
+    """Whether this is within ``torch.autograd.graph.saved_tensors_hooks``, which has no public name to ask by."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 @dataclasses.dataclass(frozen=True)

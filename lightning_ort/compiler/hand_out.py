@@ -82,8 +82,10 @@ def _factor_of(loss: torch.Tensor, node: Any) -> float | None:
 
 
 def _is_watched(tensor: Any) -> bool:
-    """Whether its gradient goes elsewhere than to its ``grad``."""
+    """Whether its gradient goes elsewhere than to its ``grad``, or is of another type there."""
     is_end = type(tensor) is torch.nn.Parameter and tensor.is_leaf
+    if getattr(tensor, "grad_dtype", tensor.dtype) is not tensor.dtype:  # torch 2.10 has it
+        return True
     return not is_end or bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 

@@ -33,7 +33,7 @@ from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.builtin import BuiltinVariable, GetAttrBuiltinVariable, HasAttrBuiltinVariable
 from torch._dynamo.variables.functions import CollectiveFunctionRewriteVariable
 from torch._dynamo.variables.lists import BaseListVariable, DequeVariable, TupleVariable
-from torch._dynamo.variables.misc import NumpyVariable, RandomVariable
+from torch._dynamo.variables.misc import AutogradFunctionVariable, NumpyVariable, RandomVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, supported_comparison_ops
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._dynamo.variables.user_defined import UserDefinedTupleVariable
@@ -55,6 +55,7 @@ _NAMES = "add sub mul truediv floordiv mod pow neg pos abs invert iadd isub imul
 _ARITHMETIC = {abs, *(getattr(operator, name) for name in _NAMES.split())}
 _TELLING = {isinstance, type}
 _TENSORS = (torch.tensor, torch.as_tensor, torch.asarray)
+_DERIVATIVES = {torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp}
 
 
 @contextlib.contextmanager
@@ -306,12 +307,21 @@ def _is_collective(function: Any, *_: Any) -> str:
     return f"torch.distributed.{function.fn.__name__}"
 
 
+def _is_differentiated(self: Any, *args: Any) -> str | None:
+    """Within ``torch.func.grad`` and the like Dynamo takes the gradient of its ``forward`` instead of its own."""
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    if any(level.key() in _DERIVATIVES for level in levels):
+        return f"{self.fn_cls.__name__}, a torch.autograd.Function within a transform of torch.func"
+    return None
+
+
 _FAITHLESS: list[tuple[type, str, Callable[..., str | None]]] = [
     (VariableBuilder, "wrap_unspecialized_primitive", _is_drawn),
     (CollectiveFunctionRewriteVariable, "call_function", _is_collective),
     (GetAttrBuiltinVariable, "call_function", _tells),
     (HasAttrBuiltinVariable, "call_function", _tells),
     (RandomVariable, "call_method", _draws),
+    (AutogradFunctionVariable, "call_apply", _is_differentiated),
     *LOST_CHANGES,
 ]
 """Methods of Dynamo, and what says whether a call of one is to be a graph break, by the call's arguments."""

@@ -18,7 +18,7 @@ from lightning_ort.compiler.eager_graph import arrivals
 from lightning_ort.compiler.executors.executable import Account, Eager, Executable, timed_in_torch
 from lightning_ort.compiler.first_run import FirstRun, Incoming
 from lightning_ort.compiler.functional_graph import Untraceable
-from lightning_ort.compiler.global_state import GlobalState, takes_gradients
+from lightning_ort.compiler.global_state import GlobalState, saved_tensors_have_hooks, takes_gradients
 from lightning_ort.compiler.graph_report import report_of
 from lightning_ort.compiler.interrupts import Interrupts
 from lightning_ort.compiler.kept import Kept, before_write, in_torch
@@ -84,6 +84,7 @@ class Region:
         self._uneven: frozenset[int] = frozenset()  # of those, what leads to some outputs only
         self._partial: list[int] = []  # of those, what may have been made by something
         self._nodes: dict[frozenset[int], list[Node]] = {}
+        self._arrivals: Sequence[int] | None = None  # in eager's order, once hooks of leaves have asked for it
         self._inner: frozenset[int] = frozenset()  # outputs to which hooks may come that gradients of others pass
         self.changed: list[int] = []
         self._one_graph = False
@@ -211,7 +212,7 @@ class Region:
             self._edges = [i if i in anywhere else None for i in self.wanted]
             self._uneven = (anywhere - everywhere).intersection(self.wanted)
             self._partial = [i for i in sorted(self._uneven) if not isinstance(self._fakes[i], torch.nn.Parameter)]
-            self._nodes = {}
+            self._nodes, self._arrivals = {}, None
             self._inner = self._compilation.keeping.eager.inner
         self.changed = self.first_run.changed = [i for i, _ in executable.updates]
         self.has_draws = executable.has_draws
@@ -290,7 +291,7 @@ class Region:
             return self._in_eager(*args)
         if self._contest is not None:
             self._compare(self._contest, args)
-        if self._eager:
+        if self._eager or (self._edges and saved_tensors_have_hooks()):
             return self._in_eager(*args)
         executable = self._plain or self._loss
         if executable is None:
@@ -305,14 +306,12 @@ class Region:
             step.watched = watch(outputs, self._inner, step)
         return outputs
 
-    @functools.cached_property
-    def _arrivals(self) -> Sequence[int]:
-        """Numbers of inputs in the order in which eager has their gradients."""
-        return arrivals(self.graph, self.differentiable)
-
     def _with_gradients(self, args: Sequence[Any]) -> Sequence[torch.Tensor]:
         apart, ends = {i for i in self._partial if args[i].grad_fn is not None}, args
         if hooked := hooked_leaves(args, self.wanted):
+            if self._arrivals is None:
+                starts = self.differentiable if self._loss is None else [self.loss_output]
+                self._arrivals = arrivals(self.graph, starts, self.differentiable)
             apart, ends = apart.union(self._uneven.intersection(hooked)), in_order(args, self._arrivals)
         if apart:
             return self._apart(args, ends, frozenset(apart))

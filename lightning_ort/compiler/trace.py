@@ -183,6 +183,8 @@ def trace(
             seeds = [seed_of(roots[0], tangents[0])] if scaled else tangents
             with without_autocast():
                 gradients = torch.autograd.grad(roots, leaves, seeds or None, allow_unused=True)
+            if any(g is not None and g.layout != torch.strided for g in gradients):
+                raise Untraceable("a gradient is sparse")
             if [x._version for x in local if isinstance(x, torch.Tensor)] != changes:
                 raise Untraceable(
                     "layers under torch.utils.checkpoint change a buffer again when gradients are computed"

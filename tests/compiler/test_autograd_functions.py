@@ -8,6 +8,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from lightning_ort.compiler.backend import ORTBackend
+from lightning_ort.compiler.plain_values import left_to_python
 
 pytestmark = [
     pytest.mark.stock_only,  # what Dynamo makes of them, whoever runs the graphs
@@ -298,3 +299,47 @@ def test_what_has_saved_nothing_goes_back_twice():
     y.sum().backward()
     y.sum().backward()
     torch.testing.assert_close(x.grad, torch.full((3,), -1.0))
+
+
+class Steeper(torch.autograd.Function):
+    """Its gradient is not that of what it computes."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0].cos() * 1.5
+
+
+TRANSFORMS = {
+    "grad": lambda x: torch.func.grad(lambda v: Steeper.apply(v).sum())(x),
+    "vmap": lambda x: torch.func.vmap(torch.func.grad(lambda v: Steeper.apply(v).sum()))(x),
+    "vjp": lambda x: torch.func.vjp(Steeper.apply, x)[1](torch.ones_like(x))[0],
+    "jacrev": lambda x: torch.func.jacrev(Steeper.apply)(x).sum((-2, -1)),
+    "alone": lambda x: torch.func.vmap(Steeper.apply)(x),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_functions_within_transforms(transform):
+    """torch.func takes their own gradients, where Dynamo would take those of what they compute."""
+    weight = torch.linspace(-1, 1, 6, dtype=torch.float64).reshape(2, 3).requires_grad_()
+
+    def step(x):
+        return (TRANSFORMS[transform]((x * weight).tanh()) * weight).square().sum()
+
+    x = torch.linspace(0, 2, 6, dtype=torch.float64).reshape(2, 3)
+    (expected,) = torch.autograd.grad(step(x), weight)
+    with left_to_python():
+        loss = torch.compile(step, backend="lightning_ort")(x)
+    torch.testing.assert_close(loss, step(x), rtol=0, atol=1e-12)
+    (gradient,) = torch.autograd.grad(loss, weight)
+    torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-12)

@@ -196,3 +196,28 @@ def test_gradients_of_gradients_pass_hooks():
     expected_calls, expected = penalized(None)
     assert calls == expected_calls
     torch.testing.assert_close(gradients, expected, rtol=0, atol=1e-12)
+
+
+def train_beside(placement: str | None) -> tuple[list[str], list[Tensor]]:
+    torch.manual_seed(0)
+    first, second, third = (nn.Linear(5, 5).double() for _ in range(3))
+    calls: list[str] = []
+    for name, net in (("first", first), ("second", second), ("third", third)):
+        net.weight.register_hook(lambda g, name=name: calls.append(name))
+
+    def step(x: Tensor) -> tuple[Tensor, Tensor]:
+        h = first(x).tanh()
+        return second(h).square().sum(), third(second(first(h))).sum(dim=1)
+
+    run = compiled(step, placement)
+    for _ in range(3):
+        run(torch.randn(3, 5, dtype=torch.float64))[0].backward()
+    return calls, [net.weight.grad for net in (first, second)]
+
+
+def test_the_order_is_that_of_the_loss_alone():
+    """Whatever else the graph gives, of whose gradients weights would come in another order."""
+    calls, gradients = train_beside("onnxruntime")
+    expected_calls, expected = train_beside(None)
+    assert calls == expected_calls == ["second", "first"] * 3
+    torch.testing.assert_close(gradients, expected, rtol=0, atol=1e-12)
