@@ -38,7 +38,8 @@ def generate_artifacts(
         frozen_params: names of parameters that are not trained.
         loss: a :class:`~lightning_ort.ondevice.LossType` or an ``onnxblock``; ``None``: the first result of the model
             is the loss.
-        optimizer: an :class:`~lightning_ort.ondevice.OptimType` or an ``onnxblock``; ``None`` for no update.
+        optimizer: an :class:`~lightning_ort.ondevice.OptimType` or an ``onnxblock``; ``None`` for no update. An
+            ``OptimType`` has the original's settings: AdamW adds 1e-6 and takes the decay after the update.
         artifact_directory: where the files go; by default the current folder.
         prefix: put before the names of all files.
         ort_format: refused if set.

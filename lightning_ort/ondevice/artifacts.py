@@ -25,8 +25,7 @@ from lightning_ort.ondevice.generation.checking import check_artifacts
 from lightning_ort.ondevice.generation.objectives import LossOf, LossType, ModuleForward, is_block
 from lightning_ort.ondevice.generation.sources import Source, onnx_source, torch_source
 from lightning_ort.ondevice.generation.step_graphs import evaluation_graph, part_of, training_graph
-from lightning_ort.ondevice.optimizer_config import OptimizerConfig, OptimType, config_of
-from lightning_ort.optim.settings import KINDS
+from lightning_ort.ondevice.optimizer_config import OptimizerConfig, OptimType, config_of, config_of_kind
 from lightning_ort.validation import flag, names, number, shown
 
 __all__ = ["LossType", "OptimType", "generate_artifacts"]  # the names of onnxruntime.training.artifacts
@@ -67,12 +66,13 @@ def generate_artifacts(
             an ONNX model also an ``onnxblock``, this package's or ONNX Runtime's. ``None``: the first result of the
             model is the loss, or ``training_step`` of a LightningModule returns it.
         optimizer: an :class:`~lightning_ort.ondevice.OptimizerConfig`, a kind (``"AdamW"``, ``"Adam"``, ``"SGD"``,
-            ``"Lamb"``, or a member of ONNX Runtime's ``OptimType``), a torch optimizer of the module (AdamW, Adam, SGD,
-            or one of ``lightning_ort.optim``), whose moments and number of updates are taken over, an ``onnxblock``
-            such as ``onnxblock.optim.AdamW()``, or ``None`` for no update. Where no parameter is trained, the default
-            writes no optimizer.
+            ``"Lamb"``), a member of an ``OptimType``, ONNX Runtime's or this package's, with the settings that it has
+            there, a torch optimizer of the module (AdamW, Adam, SGD, or one of ``lightning_ort.optim``), whose moments
+            and number of updates are taken over, an ``onnxblock`` such as ``onnxblock.optim.AdamW()``, or ``None`` for
+            no update. Where no parameter is trained, the default writes no optimizer.
         requires_grad: names of the parameters that are trained; by default all that require a gradient, or that a
-            torch optimizer holds. One that does not lead to the loss stays as it is, as in torch.
+            torch optimizer holds. One that does not lead to the loss stays as it is, as in torch. A tensor of several
+            names has any of them here, and its first in the files.
         frozen_params: names of parameters that are not trained.
         clip_grad_norm: shorthand for that attribute of ``optimizer``.
         flavour: the format of the files: ``"portable"`` or ``"ort-training"``.
@@ -184,14 +184,7 @@ def _optimizer(optimizer: Any, clip: float | None) -> OptimizerConfig | None:
         if clip is not None:
             raise ValueError("clip_grad_norm was given without an optimizer.")
         return None
-    config = optimizer
-    if not isinstance(optimizer, OptimizerConfig):
-        kind: Any = optimizer if isinstance(optimizer, str) else getattr(optimizer, "name", optimizer)
-        if not isinstance(kind, str) or kind not in KINDS:
-            raise ValueError(
-                f"optimizer={shown(optimizer)}: expected an OptimizerConfig, or one of {', '.join(KINDS)}."
-            )
-        config = OptimizerConfig(kind)  # type: ignore[arg-type]  # one of KINDS
+    config = optimizer if isinstance(optimizer, OptimizerConfig) else config_of_kind(optimizer)
     return config if clip is None else dataclasses.replace(config, clip_grad_norm=clip)
 
 
@@ -205,15 +198,25 @@ def _trained(
 ) -> Callable[[ModuleForward], list[str]]:
     def choose(forward: ModuleForward) -> list[str]:
         known = list(forward.parameters)
+        first = forward.first_names
         for argument, listed_names in (("requires_grad", requires_grad), ("frozen_params", frozen)):
-            unknown = [n for n in listed_names or () if n not in known and n not in forward.buffers]
+            unknown = [n for n in listed_names or () if n not in first]
             if unknown:
                 listed = ", ".join(map(repr, unknown))
                 raise ValueError(f"{argument}: the model has no parameter {listed}. It has: {', '.join(known)}.")
-        both = sorted(set(requires_grad or ()) & set(frozen or ()))
+        buffers = [n for n in requires_grad or () if first[n] in forward.buffers]
+        if buffers:
+            raise ValueError(
+                f"requires_grad: {', '.join(map(repr, buffers))} is a buffer, which no gradient trains. Expected some "
+                f"of the parameters: {', '.join(known)}."
+            )
+        never = {first[n] for n in frozen or ()}
+        both = [n for n in requires_grad or () if first[n] in never]
         if both:
-            raise ValueError(f"{both} are both in requires_grad and in frozen_params.")
-        wanted = forward.requiring_grad if requires_grad is None else list(requires_grad)
+            others = sorted({n for n in frozen or () if first[n] in {first[b] for b in both}} - set(both))
+            same = f", where {others} name the same" if others else ""
+            raise ValueError(f"{sorted(both)} are both in requires_grad and in frozen_params{same}.")
+        wanted = forward.requiring_grad if requires_grad is None else [first[n] for n in requires_grad]
         if requires_grad is None and optimizer is not None:
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             own = {n.removeprefix("model."): p for n, p in forward.objective.named_parameters()}
@@ -223,7 +226,7 @@ def _trained(
                     "Expected an optimizer of model.parameters()."
                 )
             wanted = [n for n in wanted if id(own.get(n)) in held]
-        return [n for n in known if n in wanted and n not in (frozen or ())]
+        return [n for n in known if n in wanted and n not in never]
 
     return choose
 

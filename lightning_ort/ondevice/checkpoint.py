@@ -16,6 +16,7 @@ from lightning_ort.checkpoints.state import Property, TrainingState
 from lightning_ort.compiler.aot.inputs import InputInfo
 from lightning_ort.compiler.aot.sizes import mismatch
 from lightning_ort.ondevice.formats import flavour_named, flavour_of_checkpoint
+from lightning_ort.ondevice.memory import TrainingMemory
 from lightning_ort.runtime.tensors import cpu_tensor, owning
 
 __all__ = ["CheckpointState", "Parameter", "Parameters", "Properties", "checked", "given_back"]
@@ -185,6 +186,7 @@ class CheckpointState:
         training_state: what it holds.
         gradients: name of each trained parameter to its gradient, once a :class:`Module` has computed them; empty
             before that, and ``None`` when they are lost.
+        memory: of its modules; ``None`` before the first.
     """
 
     def __init__(self, state: TrainingState, flavour: str = "portable") -> None:
@@ -193,6 +195,7 @@ class CheckpointState:
         self.training_state = state
         self.flavour = flavour_named(flavour)
         self.gradients: Mapping[str, Tensor] | None = {}
+        self.memory: TrainingMemory | None = None
         self._parameters, self._properties = Parameters(self), Properties(self)
 
     @classmethod

@@ -23,9 +23,9 @@ from lightning_ort.files.onnx_models import save_onnx
 from lightning_ort.files.reading import refusing
 from lightning_ort.ondevice.checkpoint import CheckpointState, checked, given_back
 from lightning_ort.ondevice.formats import flavour_of_model
+from lightning_ort.ondevice.memory import TrainingMemory
 from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.runtime.factory import SessionFactory
-from lightning_ort.runtime.memory import Packed
 from lightning_ort.runtime.tensors import cpu_tensor, owning
 from lightning_ort.validation import flag, names, path, shown
 
@@ -41,7 +41,8 @@ class Module:
 
     Args:
         train_model_uri: the training graph.
-        state: parameters; they live in the memory of this module from now on, and ``state`` shows them.
+        state: parameters; they live in the memory of this module from now on, and ``state`` shows them. Modules of one
+            state share parameters, gradients and running statistics.
         eval_model_uri: the evaluation graph, if evaluations are wanted.
         device: ``"cpu"``.
         session_options: an ``onnxruntime.SessionOptions``, or a mapping of its attributes.
@@ -71,21 +72,19 @@ class Module:
         config.check()
         values = state.training_state
         train_path = Path(path("train_model_uri", train_model_uri))
+        memory = state.memory
         with _using(train_path):
             graph = flavour_of_model(train_path).load_train_step(train_path, values)
+        if memory is not None:
+            memory.show_in(values)  # a nominal state was given zeros
         evaluation = None
         if eval_model_uri is not None:
             eval_path = Path(path("eval_model_uri", eval_model_uri))
             with _using(eval_path):
                 evaluation = flavour_of_model(eval_path).load_eval_step(eval_path, values)
-        trained = {n: values.parameters[n] for n in values.trained}
-        frozen = {n: p.contiguous() for n, p in values.parameters.items() if n not in trained}
-        self.sessions = SessionFactory(config)
-        self.memory, self.gradients = Packed(trained), Packed(trained)
-        self.memory.fill(trained)
-        self._scratch: Packed | None = None
-        tensors = self.memory.views | frozen | values.buffers
-        gradients = {n: self.gradients.views[n] for n in graph.gradients}
+        self.sessions, self.memory = SessionFactory(config), memory or TrainingMemory(values)
+        tensors = self.memory.tensors
+        gradients = {n: self.memory.gradients.views[n] for n in graph.gradients}
         with _using(train_path):
             self._train = StepRunner(graph, tensors, gradients, self.sessions)
         self._eval = None
@@ -93,9 +92,9 @@ class Module:
             with _using(Path(eval_model_uri or "")):
                 self._eval = StepRunner(evaluation, tensors, {}, self.sessions)
         # nothing can fail any more
-        values.parameters = {n: tensors[n] for n in values.parameters}
+        self.memory.show_in(values)
+        state.memory = self.memory
         self._tensors, self.state, self.training = tensors, state, True
-        self._accumulates = False
 
     def __call__(self, *user_inputs: Any) -> Any:
         """One training step, which adds to the gradients and changes running statistics; or one evaluation.
@@ -113,9 +112,9 @@ class Module:
             RefusedValueError: an operator does not take these values. Parameters and running statistics have not been
                 changed, nor gradients to which these were to be added; others are gone.
         """
-        training = self.training
+        training, memory = self.training, self.memory
         step = self._train if training else self._step()
-        if not (training and self._accumulates):
+        if not (training and memory.accumulates):
             # Python takes as long as ONNX Runtime for a network of a thousand parameters, hence this way around it
             try:
                 again = step.again(user_inputs)
@@ -123,7 +122,7 @@ class Module:
                 self._failed(training)
                 raise
             if again is not None:
-                self._accumulates = self._accumulates or training
+                memory.accumulates = memory.accumulates or training
                 return again
         self.require_values()
         inputs = checked(user_inputs, step.graph.inputs)
@@ -138,25 +137,21 @@ class Module:
         return self._eval
 
     def _accumulated(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        if not self._accumulates:
+        memory = self.memory
+        if not memory.accumulates:
             try:
                 results = self._train(inputs)
             except BaseException:
                 self._failed(training=True)
                 raise
         else:
-            if self._scratch is None:
-                self._scratch = Packed(self.gradients.views)
-            for dtype, flat in self.gradients.flat.items():
-                self._scratch.flat[dtype].copy_(flat)
+            memory.keep_gradients()
             try:
                 results = self._train(inputs)
             except BaseException:
-                for dtype, flat in self.gradients.flat.items():
-                    flat.copy_(self._scratch.flat[dtype])
+                memory.restore_kept()
                 raise
-            for dtype, flat in self.gradients.flat.items():
-                flat.add_(self._scratch.flat[dtype])
+            memory.add_kept()
         self._computed()
         return results
 
@@ -167,8 +162,8 @@ class Module:
 
     def _computed(self) -> None:
         """There are gradients now."""
-        self._accumulates = True
-        self.state.gradients = self.gradients.views
+        self.memory.accumulates = True
+        self.state.gradients = self.memory.gradients.views
 
     def train(self, mode: bool = True) -> Module:
         """Let calls be training steps (or evaluations, with ``mode=False``); ``self``."""
@@ -181,7 +176,7 @@ class Module:
 
     def lazy_reset_grad(self) -> None:
         """Let the next training step replace the gradients instead of adding to them."""
-        self._accumulates = False
+        self.memory.accumulates = False
 
     def require_values(self) -> None:
         """Raise a RuntimeError while the parameters have no values (a nominal checkpoint)."""

@@ -26,7 +26,7 @@ class Optimizer:
     Args:
         optimizer_uri: the artifact that says which optimizer it is.
         module: whose parameters are updated. Moments, number of updates and learning rate go on from its checkpoint,
-            where that holds them.
+            where that holds them. Several optimizers of one state share all three.
 
     Raises:
         FileNotFoundError, ValueError: no such artifact, or the checkpoint holds the state of another optimizer.
@@ -39,27 +39,29 @@ class Optimizer:
         values = module.state.training_state
         with refusing(uri, "not to be used", kind=CheckpointError):
             self._config = config = flavour_of_model(uri).load_optimizer(uri, values)
-        old = values.optimizer
+        old, memory = values.optimizer, module.memory
         state = OptimizerState(config.kind, config.lr)
         if old is not None:
             _check(old, config.kind, config.states, values.trained)
             state.learning_rate, state.step = old.learning_rate, old.step
         trained = {n: values.parameters[n] for n in values.trained}
-        packed = {s: Packed(trained) for s in config.states}
-        if old is not None and old.moments:
-            for s, memory in packed.items():
-                memory.fill({n: old.moments[n][s] for n in trained})
-        state.moments = {n: {s: memory.views[n] for s, memory in packed.items()} for n in trained}
-        params, gradients = trained, {n: module.gradients.views[n] for n in trained}
+        packed = memory.moments
+        if packed is None:
+            held = {} if old is None else old.moments
+            packed = {s: Packed(trained) for s in config.states}
+            for s, flat in packed.items() if held else ():
+                flat.fill({n: held[n][s] for n in trained})
+        state.moments = {n: {s: flat.views[n] for s, flat in packed.items()} for n in trained}
+        params, gradients = trained, {n: memory.gradients.views[n] for n in trained}
         moments = state.moments
         if config.rule.elementwise:
             # all parameters of one type as one
-            params = {str(t.dtype): t for t in module.memory.flat.values()}
+            params = {str(t.dtype): t for t in memory.parameters.flat.values()}
             moments = {name: {s: packed[s].flat[p.dtype] for s in config.states} for name, p in params.items()}
-            gradients = {str(t.dtype): t for t in module.gradients.flat.values()}
+            gradients = {str(t.dtype): t for t in memory.gradients.flat.values()}
         updater = Updater(dict.fromkeys(params, config), params, module.sessions, moments=moments)
         self._update = updater.bound_to(gradients)
-        self._module, values.optimizer = module, state
+        self._module, values.optimizer, memory.moments = module, state, packed
 
     @property
     def _state(self) -> OptimizerState:

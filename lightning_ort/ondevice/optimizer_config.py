@@ -8,13 +8,17 @@ from typing import Any
 import torch
 
 from lightning_ort.optim.kinds import KINDS_BY_CLASS, kind_of, odd_setting, unwrapped
-from lightning_ort.optim.settings import OptimizerSettings
+from lightning_ort.optim.settings import KINDS, OptimizerSettings
+from lightning_ort.validation import shown
 
-__all__ = ["OptimType", "OptimizerConfig", "config_of"]
+__all__ = ["OptimType", "OptimizerConfig", "config_of", "config_of_kind"]
 
 
 class OptimType(enum.Enum):
-    """Optimizers of artifacts; those of ONNX Runtime are the first two."""
+    """Optimizers of artifacts; those of ONNX Runtime are the first two, and have the settings that they have there.
+
+    So ``OptimType.AdamW`` is ``OptimizerConfig("AdamW", eps=1e-6, decay="after")``, as ``onnxblock.optim.AdamW()`` is.
+    """
 
     AdamW = 1
     SGD = 2
@@ -24,6 +28,22 @@ class OptimType(enum.Enum):
 
 OptimizerConfig = OptimizerSettings
 """The settings, under the name that users of artifacts know."""
+
+_SETTINGS: dict[str, dict[str, Any]] = {"AdamW": {"eps": 1e-6, "decay": "after"}}
+"""What ONNX Runtime's ``OptimType`` means besides the defaults."""
+
+
+def config_of_kind(optimizer: Any) -> OptimizerConfig:
+    """The default settings of a kind, or those of a member of an ``OptimType``, ONNX Runtime's or this one.
+
+    Raises:
+        ValueError: an unknown kind.
+    """
+    kind: Any = optimizer if isinstance(optimizer, str) else getattr(optimizer, "name", optimizer)
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ValueError(f"optimizer={shown(optimizer)}: expected an OptimizerConfig, or one of {', '.join(KINDS)}.")
+    settings = {} if isinstance(optimizer, str) else _SETTINGS.get(kind, {})
+    return OptimizerConfig(kind, **settings)  # type: ignore[arg-type]  # one of KINDS
 
 
 def config_of(optimizer: torch.optim.Optimizer, *, clip_grad_norm: float | None = None) -> OptimizerConfig:

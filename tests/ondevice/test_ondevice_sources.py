@@ -249,6 +249,23 @@ def test_inputs_that_do_not_fit_each_other(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
+def tied():
+    """Two layers with one weight, which has two names."""
+    first, second = nn.Linear(20, 20), nn.Linear(20, 20)
+    second.weight = first.weight
+    return nn.Sequential(first, nn.Tanh(), second)
+
+
+@pytest.mark.parametrize(("arguments", "trained"), [
+    ({"requires_grad": ["2.weight", "2.bias"]}, ("0.weight", "2.bias")),
+    ({"frozen_params": ["2.weight"]}, ("0.bias", "2.bias")),
+], ids=["trained", "frozen"])  # fmt: skip
+def test_every_name_of_a_tied_weight_is_its_name(arguments, trained, tmp_path):
+    inputs = (torch.randn(4, 20), torch.randn(4, 20))
+    found = generate_artifacts(tied(), tmp_path, inputs=inputs, loss="MSELoss", optimizer=SGD, **arguments)
+    assert found.state.trained == trained and list(found.state.parameters) == ["0.weight", "0.bias", "2.bias"]
+
+
 BAD = {
     "no_inputs": ({"loss": "MSELoss"}, ValueError, "inputs is missing: a module needs an example"),
     "no_target": ({"inputs": {"x": torch.zeros(2, 20)}, "loss": "MSELoss"}, ValueError, "no target for the loss"),
@@ -267,6 +284,15 @@ BAD = {
     "both": (
         {"frozen_params": ["fc1.bias"], "requires_grad": ["fc1.bias"]}, ValueError,
         "both in requires_grad and in frozen_params",
+    ),
+    "buffer": (
+        {"loss": "MSELoss", "model": nn.BatchNorm1d(20), "requires_grad": ["weight", "running_mean"],
+         "inputs": (torch.ones(2, 20), torch.ones(2, 20))}, ValueError,
+        "^requires_grad: 'running_mean' is a buffer, which no gradient trains. Expected some .*: weight, bias.$",
+    ),
+    "tied": (
+        {"model": tied(), "requires_grad": ["0.weight"], "frozen_params": ["2.weight"]}, ValueError,
+        r"^\['0.weight'\] are both in requires_grad and in frozen_params, where \['2.weight'\] name the same.$",
     ),
     "nothing": ({"requires_grad": [], "optimizer": "SGD"}, ValueError, "No parameter is trained"),
     "axes": ({"dynamic_axes": {"z": {0: "b"}}}, ValueError, "dynamic_axes: there is no input"),
@@ -296,7 +322,7 @@ def test_what_does_not_fit_together_is_refused(name, tmp_path):
     if name == "no_loss":
         given["loss"] = None
     with pytest.raises(error, match=message):
-        generate_artifacts(make(), **given)
+        generate_artifacts(given.pop("model", None) or make(), **given)
     assert not (tmp_path / "new").exists()
 
 

@@ -240,6 +240,7 @@ class ModuleForward:
         buffers: name to buffer.
         hints: sizes to trace with.
         requiring_grad: names of the parameters that require a gradient.
+        first_names: every name of a parameter or buffer to that under which it is kept.
 
     Raises:
         ValueError: an input is called like a parameter.
@@ -255,26 +256,35 @@ class ModuleForward:
         self.parameters: dict[str, Tensor] = {}
         self.buffers: dict[str, Tensor] = {}
         self.requiring_grad: list[str] = []
+        self.first_names: dict[str, str] = {}
         self._paths: dict[str, str] = {}
+        self._first: dict[Tensor, str] = {}
         model = objective.model
         known = {}
         if isinstance(model, OnnxModule):
             known = {f"model.{path}": name for path, name in (model.parameter_names | model.buffer_names).items()}
-        for path, parameter in objective.named_parameters():
-            name = self._name(path, known)
+        for path, parameter in objective.named_parameters(remove_duplicate=False):
+            name = self._name(path, parameter, known)
+            if name in self.parameters:
+                continue
             self.parameters[name] = parameter.detach()
             if parameter.requires_grad:
                 self.requiring_grad.append(name)
-        for path, buffer in objective.named_buffers():
-            self.buffers[self._name(path, known)] = buffer
+        for path, buffer in objective.named_buffers(remove_duplicate=False):
+            name = self._name(path, buffer, known)
+            if name not in self.parameters:
+                self.buffers[name] = buffer
         clash = sorted(set(self.input_names) & set(self._paths))
         if clash:
             raise ValueError(f"{clash} are names of inputs and of parameters; give the inputs other names.")
 
-    def _name(self, path: str, known: dict[str, str]) -> str:
+    def _name(self, path: str, tensor: Tensor, known: dict[str, str]) -> str:
+        """The first name of a tensor that is found at ``path``."""
         name = known.get(path, path.removeprefix("model."))
-        self._paths[name] = path
-        return name
+        first = self._first.setdefault(tensor, name)
+        self.first_names[name] = first
+        self._paths.setdefault(first, path)
+        return first
 
     def call(self, tensors: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
         """The results with these parameters and buffers, which are changed where the objective changes its own."""

@@ -16,6 +16,7 @@ from lightning_ort.compiler.dynamo import no_fast_path
 from lightning_ort.compiler.passes import standardize
 from lightning_ort.errors import UnsupportedError
 from lightning_ort.ondevice.generation.objectives import LossError, ModuleForward
+from lightning_ort.ondevice.names import check_names
 
 __all__ = ["evaluation_graph", "gradient_graph", "part_of", "training_graph"]
 
@@ -28,16 +29,9 @@ def training_graph(forward: ModuleForward, trained: Sequence[str]) -> tuple[Step
         of what leads to the loss alone: where torch has none, it changes nothing, not even by weight decay.
 
     Raises:
-        ValueError: a tensor is called like the gradient of another one.
+        ValueError: a tensor is called like the gradient or the new value of another one.
         UnsupportedError: an operation without an ONNX form, or sizes that cannot vary.
     """
-    taken = {*forward.input_names, *forward.parameters, *forward.buffers}
-    clash = sorted(taken & {*(f"{n}{GRAD}" for n in trained), *(f"{n}{NEW}" for n in forward.buffers)})
-    if clash:
-        raise ValueError(
-            f"{', '.join(map(repr, clash))}: a parameter or an input is called like a gradient ({GRAD!r}) or a new "
-            f"running statistic ({NEW!r}) of another one; rename it."
-        )
     forward.objective.train()
     loss: list[str] = []
     with no_fast_path(), _loss_errors():
@@ -46,6 +40,12 @@ def training_graph(forward: ModuleForward, trained: Sequence[str]) -> tuple[Step
         )
     if joint.unused:
         return training_graph(forward, [n for n in trained if n not in joint.unused])
+    meant = {f"{n}{GRAD}": f"the gradient of {n!r}" for n in trained}
+    meant |= {f"{n}{NEW}": f"the new value of {n!r}" for n in forward.buffers}
+    check_names(
+        meant.get, inputs=forward.input_names, results=forward.output_names, parameters=forward.parameters,
+        buffers=forward.buffers,
+    )  # fmt: skip
     changed = [n for n in forward.buffers if f"{n}{NEW}" in joint.results]
     graph = _graph(forward, joint, [*forward.parameters, *changed], trained, changed)
     return graph, changed, bool(joint.traced.draws)

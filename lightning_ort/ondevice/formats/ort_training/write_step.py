@@ -15,6 +15,7 @@ from lightning_ort.compiler.aot.joint import GRAD, NEW, trace_joint
 from lightning_ort.compiler.aot.step_graph import StepGraph
 from lightning_ort.errors import UnsupportedError
 from lightning_ort.ondevice.formats.ort_training.names import BUFFER, DOMAIN, OUT, RESET, TRAINING_OPSET
+from lightning_ort.ondevice.names import check_names
 from lightning_ort.onnx_reader import to_torch
 from lightning_ort.optim.update.update import reads_last
 from lightning_ort.runtime.tensors import ONNX
@@ -26,7 +27,7 @@ def evaluation_model(step: StepGraph, state: TrainingState) -> ir.Model:
     """The graph of ``step`` with the inputs that the API feeds: the user's, then all tensors of ``state``.
 
     Raises:
-        UnsupportedError: an input has a name that the API understands otherwise.
+        ValueError: a tensor has a name that the API understands otherwise.
     """
     return _Arranged(step, state).model
 
@@ -38,6 +39,7 @@ def training_model(step: StepGraph, state: TrainingState) -> ir.Model:
     It is the only one by which a graph can change what the API keeps, so running statistics go through it as well.
 
     Raises:
+        ValueError: a tensor has a name that the API understands otherwise.
         UnsupportedError: a gradient that is not float32, or a buffer whose old value may be read too late.
     """
     arranged = _Arranged(step, state)
@@ -92,12 +94,8 @@ class _Arranged:
         self.outputs = {str(v.name): v for v in graph.outputs}
         found = {str(v.name): v for v in graph.inputs}
         users = [i.name for i in step.inputs]
-        wrong = [n for n in users if n in state.tensors or n == RESET or n.endswith((BUFFER, OUT))]
-        if wrong:
-            raise UnsupportedError(
-                f"Input {', '.join(map(repr, wrong))} is called like a parameter or like what ONNX Runtime's training "
-                "API adds. Rename the inputs."
-            )
+        check_names(dict.fromkeys(state.tensors, "a parameter").get, inputs=users)
+        check_names(_meaning, inputs=users, results=step.outputs, parameters=state.parameters, buffers=state.buffers)
         own = {name: found[graph_name] for graph_name, name in step.tensors.items()}
         unknown = sorted(set(found) - set(users) - set(step.tensors))
         assert not unknown, unknown
@@ -127,6 +125,13 @@ class _Arranged:
                 user.replace_input_with(position, node.outputs[0])
         self.counters.add(name)
         return entry
+
+
+def _meaning(name: str) -> str | None:
+    """What ONNX Runtime's training API understands by the name of an input or output."""
+    if name.endswith((BUFFER, OUT)):
+        return f"the sum of a gradient ({name[name.index('_grad.') :]!r}) in ONNX Runtime's training API"
+    return f"what starts sums of gradients anew ({RESET!r})" if name.startswith(RESET) else None
 
 
 def _clear_names(graph: ir.Graph, taken: set[str], inputs: Mapping[str, ir.Value]) -> None:

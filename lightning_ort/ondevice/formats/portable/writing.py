@@ -19,10 +19,14 @@ from lightning_ort.files.writing import write_file
 from lightning_ort.ondevice.formats import Artifacts
 from lightning_ort.ondevice.formats.portable.manifest import FORMAT, SUFFIX, VERSION
 from lightning_ort.ondevice.formats.portable.train_step import gradients_model, train_step_model, update_model
+from lightning_ort.ondevice.names import check_names
 from lightning_ort.ondevice.optimizer_config import OptimizerConfig
 from lightning_ort.runtime.tensors import TORCH
 
 __all__ = ["write_artifacts"]
+
+_UPDATE = ("optimizer/", "apply_update/")
+"""beginnings of names in an update: of its numbers and moments, and of values inside"""
 
 _RANDOMNESS = (
     "Dropout and other random operators of train_step and gradients draw inside the graph (RandomUniformLike and its "
@@ -33,7 +37,12 @@ _RANDOMNESS = (
 def write_artifacts(
     artifacts: Artifacts, directory: Path, prefix: str, *, nominal_checkpoint: bool = False
 ) -> list[Path]:
-    """Write all files, the manifest last; the paths."""
+    """Write all files, the manifest last; the paths.
+
+    Raises:
+        ValueError: a tensor has a name that means something else in them; nothing has been written then.
+    """
+    _check_names(artifacts)
     state, config = artifacts.state, artifacts.optimizer
     models: dict[str, ir.Model] = {"gradients": gradients_model(artifacts.train)}
     settings = None if config is None else _settings(config)
@@ -78,6 +87,25 @@ def write_artifacts(
     with write_file(paths[-1], replace=True) as file:
         file.write((json.dumps(content, indent=1) + "\n").encode())
     return paths
+
+
+def _check_names(artifacts: Artifacts) -> None:
+    state, updates = artifacts.state, artifacts.optimizer is not None
+
+    def meaning(name: str) -> str | None:
+        fed = name.removeprefix(NEW)
+        if updates and fed.startswith(_UPDATE):
+            return f"the numbers and moments of the optimizer ({_UPDATE[0]!r})"
+        return f"the next value of {fed!r}" if fed != name and fed.removesuffix("/shape") in state.tensors else None
+
+    inference = artifacts.inference
+    check_names(
+        meaning,
+        inputs=[i.name for i in artifacts.train.inputs],
+        results=dict.fromkeys([*artifacts.train.outputs, *(inference.outputs if inference is not None else ())]),
+        parameters=state.parameters,
+        buffers=state.buffers,
+    )
 
 
 def _settings(config: OptimizerConfig) -> dict[str, Any]:
