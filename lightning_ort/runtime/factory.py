@@ -15,12 +15,13 @@ from onnxruntime.capi import _pybind_state
 
 from lightning_ort.errors import ProviderError
 from lightning_ort.runtime.config import Placement, RuntimeConfig
-from lightning_ort.runtime.providers import native_to, resolve
+from lightning_ort.runtime.providers import check_available, native_to, resolve
 from lightning_ort.runtime.providers.cpu import CPU
 from lightning_ort.runtime.providers.provider import Provider
 from lightning_ort.runtime.session import OrtSession
+from lightning_ort.validation import shown
 
-__all__ = ["SessionFactory"]
+__all__ = ["SessionFactory", "factory_of"]
 
 # The first crashes the creation of some sessions of ONNX Runtime 1.19: 1 / n times a cast value, the gradient of a
 # weighted mean. The second refuses bounds that are neither float32 nor float16, and the session with them.
@@ -223,3 +224,31 @@ class SessionFactory:
             first, *_ = self._chosen
             why = first.why_not_started()
             raise ProviderError(f"{first.name} does not start: {error}{' (' + why + ')' if why else ''}") from error
+
+
+def factory_of(providers: Sequence[Any] | None, provider_options: Any, session_options: Any) -> SessionFactory:
+    """A factory from the arguments of an ``onnxruntime.InferenceSession``, once all of them are known to be heeded.
+
+    Raises:
+        ProviderError, TypeError, ValueError: see :class:`SessionFactory` and :meth:`RuntimeConfig.check`.
+    """
+    config = RuntimeConfig(*_split(providers, provider_options), session_options)
+    config.check()
+    return SessionFactory(config)
+
+
+def _split(providers: Sequence[Any] | None, options: Any) -> tuple[list[str] | None, Any]:
+    """Names and options of providers that may be tuples of both."""
+    if providers is None:
+        return None, options
+    if isinstance(providers, (str, bytes)) or not isinstance(providers, Sequence):
+        check_available(providers, None)  # type: ignore[arg-type]  # which says what is wrong
+    for p in providers:
+        if isinstance(p, tuple) and not (len(p) == 2 and isinstance(p[1], Mapping)):
+            raise ProviderError(f"providers holds {shown(p)}: expected names, or tuples of a name and its options.")
+    found = [p[0] if isinstance(p, tuple) else p for p in providers]
+    if any(isinstance(p, tuple) for p in providers):
+        if options:
+            raise ValueError("provider_options cannot be given together with options in providers.")
+        options = [dict(p[1]) if isinstance(p, tuple) else {} for p in providers]
+    return found, options

@@ -19,12 +19,11 @@ from lightning_ort.errors import UnsupportedError
 from lightning_ort.onnx_reader import to_torch
 from lightning_ort.onnx_reader.initializers import state_initializers, trainable_initializers
 from lightning_ort.onnx_reader.load import Model, load, name_of, using
-from lightning_ort.runtime.factory import SessionFactory
+from lightning_ort.runtime.factory import SessionFactory, factory_of
 from lightning_ort.runtime.memory import Packed
 from lightning_ort.runtime.providers.cpu import CPU
 from lightning_ort.runtime.tensors import ONNX, owning
 from lightning_ort.training_session.binding import TrainingBinding, as_feed, as_scalar, as_tensor
-from lightning_ort.training_session.factory import factory_of
 from lightning_ort.training_session.graph import TrainingGraph, save_graphs
 from lightning_ort.training_session.optimizer import WeightUpdate
 from lightning_ort.training_session.parameters import (
