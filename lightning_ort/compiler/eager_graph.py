@@ -54,9 +54,10 @@ class EagerGraph:
         functions: dict[Any, int] = {}
         keeping_nothing = _resizing(region)
         made: dict[Any, list[int]] = {}
-        for output in differentiable:
-            made.setdefault(_function_of(outputs[output]), []).append(output)
-        inner: set[int] = set(made.pop(None, ()))
+        for number, x in enumerate(outputs):  # also views of other results
+            if isinstance(x, torch.Tensor) and x.requires_grad:
+                made.setdefault(_function_of(x), []).append(number)
+        inner: set[int] = set(made.pop(None, ())).intersection(differentiable)
         for output in differentiable:
             kept: set[int] = set()
             ends: set[int] = set()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lightning_ort.compiler.autograd import LossStep, makes_nan, multiply
+from lightning_ort.compiler.tensor_hooks import active
 
 __all__ = ["hand_out", "node_of_loss"]
 
@@ -40,7 +41,7 @@ def hand_out(loss: torch.Tensor, node: Any) -> bool:
     factor = _factor_of(loss, node)
     if factor is None or loss._backward_hooks or loss.retains_grad or node.kept is None or node.gradients is None:
         return False
-    if node.scaled or torch.is_anomaly_enabled() or torch.autograd._profiler_enabled():
+    if node.scaled or active(node.watched) or torch.is_anomaly_enabled() or torch.autograd._profiler_enabled():
         return False
     args = node.kept.args
     pairs = [(args[i], g) for i, g in zip(node.region.wanted, node.gradients, strict=True) if g is not None]

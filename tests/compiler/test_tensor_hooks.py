@@ -147,3 +147,46 @@ def test_fit(several_graphs: bool) -> None:
     assert_same_outcome(theirs, ours)
     assert ours.module.largest == pytest.approx(theirs.module.largest, rel=1e-4)
     assert max(theirs.module.largest) == pytest.approx(0.01)
+
+
+def train_with_views(placement: str | None, of: str, wait: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    body, head = nn.Linear(6, 8).double(), nn.Linear(8, 3).double()
+
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        weight = body.weight.t()
+        h = (x @ weight + body.bias).tanh()
+        view = {"a result": h[:, :4], "a result as a whole": h.view(-1, 2, 4), "a weight": weight}[of]
+        if of == "a result":
+            scores = head(torch.cat([view * 2, h[:, 4:]], 1))
+        else:
+            scores = head(view.flatten(1) if of == "a result as a whole" else h)
+        return F.cross_entropy(scores, y), h, view
+
+    seen: list[Tensor] = []
+
+    def see(gradient: Tensor) -> Tensor:
+        seen.append(gradient.clone())
+        return 3 * gradient
+
+    run = step
+    if placement is not None:
+        torch._dynamo.reset()
+        run = torch.compile(step, backend=ORTBackend(RuntimeConfig(placement=placement)))
+    for _ in range(3):
+        loss, _h, view = run(torch.randn(3, 6, dtype=torch.float64), torch.tensor([0, 1, 2]))
+        if wait == "hook":
+            view.register_hook(see)
+        else:
+            view.retain_grad()
+        loss.backward()
+        seen += [view.grad.clone()] if wait == "retain" else []
+    return [*seen, *[p.grad for net in (body, head) for p in net.parameters()]]
+
+
+@pytest.mark.parametrize("wait", ["hook", "retain"])
+@pytest.mark.parametrize("of", ["a result", "a result as a whole", "a weight"])
+def test_views_that_a_step_gives_beside_what_they_are_of(of, wait):
+    found, expected = train_with_views("onnxruntime", of, wait), train_with_views(None, of, wait)
+    assert len(found) == len(expected) == 7
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
