@@ -131,7 +131,12 @@ class Variant:
         raise NotImplementedError
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        return object.__new__(_with_bases(cls.__dict__.get("_written", cls), cls._first_bases()))
+        return object.__new__(cls.made())
+
+    @classmethod
+    def made(cls) -> Any:
+        """The class of new instances, a subclass of Lightning's own."""
+        return _with_bases(cls.__dict__.get("_written", cls), cls._first_bases())
 
     @property
     def _bases(self) -> tuple[type, ...]:

@@ -24,9 +24,11 @@ from lightning_ort.cli.mistakes import Mistake, missing_checkpoint, of_parser, o
 from lightning_ort.export import ORTExport  # noqa: F401 - a configuration can name it without its module
 from lightning_ort.lightning import register
 from lightning_ort.lightning.examine import examination_flags, examine_in, load_weights
+from lightning_ort.lightning.strategy import ORTStrategy
 
 __all__ = ["ORTCLI"]
 
+ORTStrategy.made()  # a configuration finds subclasses of Lightning's own by their names alone
 _EPILOG = "lightning-ort --help lists the commands that need no configuration."
 
 

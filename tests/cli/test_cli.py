@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 
 import pytest
@@ -136,6 +137,21 @@ def test_command_trains_with_ort_by_default(eager, tmp_path):
     assert_same(eager, cli)
     (export,) = (c for c in cli.trainer.callbacks if type(c).__name__ == "ORTExport")
     assert export.exported.inputs == {"x": ("rows", 12)} and export.exported.path == tmp_path / "m.onnx"
+
+
+@needs_ort
+@pytest.mark.parametrize("name", ["ORTStrategy", "lightning_ort.ORTStrategy"])
+def test_a_configuration_names_the_strategy_with_or_without_its_module(name, tmp_path):
+    from lightning_ort.cli import ORTCLI
+
+    strategy = {"class_path": name, "init_args": {"print_report": False, "verify": False}}
+    file = tmp_path / "config.yaml"
+    file.write_text(json.dumps({"trainer": {"strategy": strategy, "fast_dev_run": True, "accelerator": "cpu"}}))
+    torch._dynamo.reset()
+    with quiet():
+        cli = ORTCLI(args=["fit", f"--config={file}", *CLASSES], save_config_callback=None)
+    assert cli.status == 0 and type(cli.trainer.strategy).__name__ == "ORTStrategy"
+    assert not cli.trainer.strategy._verify
 
 
 class _NamedTrainer(Trainer):
