@@ -43,6 +43,7 @@ class Classifier(LightningModule):
             if how == "leave":
                 sys.exit(3)
             if how == "interrupt":
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts in the background ignores it
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(1)
             if how in ("kill", "late"):
