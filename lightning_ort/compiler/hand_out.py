@@ -85,9 +85,11 @@ def _factor_of(loss: torch.Tensor, node: Any) -> float | None:
 def _is_watched(tensor: Any) -> bool:
     """Whether its gradient goes elsewhere than to its ``grad``, or is of another type there."""
     is_end = type(tensor) is torch.nn.Parameter and tensor.is_leaf
-    if getattr(tensor, "grad_dtype", tensor.dtype) is not tensor.dtype:  # torch 2.10 has it
-        return True
-    return not is_end or bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+    return (
+        not is_end
+        or tensor.grad_dtype is not tensor.dtype
+        or bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+    )
 
 
 def _takes(total: torch.Tensor, gradient: torch.Tensor) -> bool:

@@ -243,19 +243,21 @@ class TrainingSession(SessionInfo):
     ) -> dict[str, np.ndarray]:
         scale = float(self._parameters.loss_scale) or 1.0
         self._replicate()
-        tensors = self._weights | self._buffers
-        changed = {} if check is None else {n: tensors[n].clone() for n in self._train.runner.graph.updates}
-        found = self._forward(feed, scale) | {n: np.array([False]) for n in self._flags()}
+        before: dict[str, torch.Tensor] = {}
+        if check is not None:
+            tensors = self._weights | self._buffers
+            before = {n: tensors[n].clone() for n in self._train.runner.graph.updates}
+        found = self._forward(feed, scale)
         gradients = self._gradients.views
         if self._parameters.set_gradients_as_graph_outputs:
             found |= {f"{n}{GRAD}": (g / scale).numpy() for n, g in gradients.items()}
-        try:
-            if check is not None:
-                check(found)
-        except ValueError:
-            for name, statistic in changed.items():
-                tensors[name].copy_(statistic)
-            raise
+        if check is not None:
+            try:
+                check(found | {n: np.array([False]) for n in self._flags()})
+            except ValueError:
+                for name, statistic in before.items():
+                    tensors[name].copy_(statistic)
+                raise
         steps = self._parameters.gradient_accumulation_steps
         updated = True
         finite = None if self._parameters.loss_scale else True
