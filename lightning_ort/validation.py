@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 __all__ = [
-    "choice", "first_line", "flag", "is_number", "is_plain", "is_whole", "names", "number", "path", "require", "shown",
-    "single", "whole",
+    "choice", "first_line", "flag", "is_number", "is_plain", "is_whole", "listed", "names", "number", "path", "require",
+    "shown", "single", "whole",
 ]  # fmt: skip
 
 _LONGEST = 80
@@ -22,6 +22,12 @@ def shown(value: Any) -> str:
     text = repr(value)
     text = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
     return text if is_plain(value) else f"{text} (a {type(value).__name__})"
+
+
+def listed(names: Iterable[str], most: int = 6) -> str:
+    """The first ``most`` of ``names`` between commas, and how many there are if these are not all."""
+    found = list(names)
+    return (", ".join(found[:most]) or "none") + (f", ... ({len(found)} in all)" if len(found) > most else "")
 
 
 def first_line(message: object) -> str:

@@ -14,6 +14,7 @@ from lightning_ort.checkpoints.names import find_prefix, from_moments, orttraine
 from lightning_ort.checkpoints.progress import Position, advance_schedulers, loops_at
 from lightning_ort.errors import CheckpointError
 from lightning_ort.lightning_packages import pl, rank_zero_info
+from lightning_ort.validation import listed
 
 if TYPE_CHECKING:
     from lightning_ort.checkpoints.lightning import TrainerFile
@@ -137,7 +138,7 @@ class Translation:
         surplus = [n for n in moments if n != "shared_optimizer_state" and n not in placed]
         if surplus:
             raise CheckpointError(
-                f"{self._path} has optimizer states of {', '.join(surplus[:8])}{' ...' if len(surplus) > 8 else ''}, "
+                f"{self._path} has optimizer states of {listed(surplus)}, "
                 "which are in no optimizer of configure_optimizers."
             )
         self.checkpoint["optimizer_states"] = states

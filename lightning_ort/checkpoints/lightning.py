@@ -25,6 +25,7 @@ from lightning_ort.errors import CheckpointError, DamagedFileError
 from lightning_ort.files.reading import check_growth, refusing
 from lightning_ort.files.writing import write_file
 from lightning_ort.lightning_packages import TorchCheckpointIO, pl
+from lightning_ort.validation import listed
 
 if TYPE_CHECKING:
     from lightning.fabric.utilities.types import _PATH
@@ -216,8 +217,7 @@ def _check_lightning(checkpoint: Any, name: Any) -> dict[str, Any]:
         return checkpoint
     holds = f"a {type(checkpoint).__name__}"
     if isinstance(checkpoint, Mapping):
-        keys = [str(key) for key in checkpoint]
-        holds = f"a dictionary of {', '.join(keys[:6]) or 'nothing'}{' ...' if len(keys) > 6 else ''}"
+        holds = f"a dictionary of {listed(map(str, checkpoint)) if checkpoint else 'nothing'}"
     raise CheckpointError(
         f"{name} was written by torch.save, but is no checkpoint of Lightning: it holds {holds}, and lacks "
         f"{' or '.join(needed)}. If these are weights, load them into the module: load_state_dict(torch.load(...))."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_ort.errors import CheckpointError
 from lightning_ort.optim.kinds import ORTTRAINER_STATES, TORCH_STATES, kind_of, odd_setting
+from lightning_ort.validation import listed
 
 __all__ = [
     "SHARED",
@@ -46,7 +47,7 @@ def find_prefix(inner: Collection[str], outer: Collection[str], prefix: str | No
     if prefix is not None:
         missing = [name for name in inner if prefix + name not in outside]
         if missing:
-            raise CheckpointError(f"{where}: with prefix={prefix!r} these have no counterpart: {_some(missing)}.")
+            raise CheckpointError(f"{where}: with prefix={prefix!r} these have no counterpart: {listed(missing)}.")
         return prefix
     if all(name in outside for name in inner):
         return ""
@@ -65,13 +66,8 @@ def find_prefix(inner: Collection[str], outer: Collection[str], prefix: str | No
     after = f" after {best!r}" if best else ""
     raise CheckpointError(
         f"{where}: {len(missing)} of {len(inner)} weights of the ORTTrainer have no counterpart{after}: "
-        f"{_some(missing)}. The LightningModule has {_some(outer)}."
+        f"{listed(missing)}. The LightningModule has {listed(outer)}."
     )
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = list(names)
-    return ", ".join(listed[:8]) + (f" ... ({len(listed)} in all)" if len(listed) > 8 else "")
 
 
 SHARED = "shared_optimizer_state"

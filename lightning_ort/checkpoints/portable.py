@@ -16,6 +16,7 @@ from lightning_ort.files.safetensors_files import read_tensors, write_tensors
 from lightning_ort.files.writing import write_file
 from lightning_ort.optim.kinds import TORCH_STATES
 from lightning_ort.runtime.tensors import ONNX
+from lightning_ort.validation import listed
 
 __all__ = [
     "DTYPES",
@@ -97,7 +98,7 @@ def load_checkpoint(path: Path) -> TrainingState:
             except Exception as error:
                 raise CheckpointError(f"The checkpoint {name} does not fit together: {cause_of(error)}.") from error
             if wrong:
-                raise DamagedFileError(f"the checksum of {', '.join(map(repr, wrong[:3]))} is wrong")
+                raise DamagedFileError(f"the checksum of {listed(map(repr, wrong))} is wrong")
         return state
 
     return consistent([path], read)

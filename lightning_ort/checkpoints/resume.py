@@ -15,6 +15,7 @@ from lightning_ort.checkpoints.conversion import Translation
 from lightning_ort.checkpoints.lightning import RECORD, TrainerFile, parameter_names
 from lightning_ort.errors import CheckpointError
 from lightning_ort.lightning_packages import everywhere, pl, rank_zero_warn
+from lightning_ort.validation import listed
 
 __all__ = ["Restoring"]
 
@@ -138,15 +139,11 @@ def _in_order(saved: Mapping[str, Any], names: Sequence[str], own: Sequence[str]
     for i, group in enumerate(saved["param_groups"]):
         end = start + len(group["params"])
         if strangers := set(own[start:end]) - set(names[start:end]):
-            return saved, f"its group {i} has {_listed(names[start:end])}, and not {_listed(sorted(strangers))}"
+            return saved, f"its group {i} has {listed(names[start:end])}, and not {listed(sorted(strangers))}"
         start = end
     found = {number: saved["state"][number_of[name]] for number, name in zip(numbers, own, strict=True)
              if number_of[name] in saved["state"]}  # fmt: skip
     return {**saved, "state": found}, ""
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + " ..." * (len(names) > 4)
 
 
 def _mismatch(optimizer: Optimizer, saved: Mapping[str, Any]) -> str:

@@ -186,7 +186,10 @@ def _wrong_class(parser: argparse.ArgumentParser, message: str) -> Mistake | Non
     )
     if key is None or not problems:
         return None
-    path, why = problems[-1][2], textwrap.dedent(problems[-1][3]).strip()
+    # what could stand there and has not been written is tried too, as if it had been
+    tried = set(re.findall(r"<class '(?:[\w.]*\.)?(\w+)'>", message))
+    problem = ([p for p in problems if p[2].rpartition(".")[2] not in tried] or problems)[-1]
+    path, why = problem[2], textwrap.dedent(problem[3]).strip()
     if "- Problem with given class_path" in why:  # of an argument that is a class as well
         return _wrong_class(parser, why)
     unknown = re.match(r"Option '(.*?)' is not accepted", why)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_ort.cli.mistakes import Mistake
+from lightning_ort.validation import listed
 
 __all__ = ["new", "template"]
 
@@ -56,8 +57,7 @@ def _write(folder: Path) -> Mistake | None:
     if folder.exists() and not folder.is_dir():
         return Mistake(f"{folder} is a file", expected, "give another name")
     if folder.is_dir() and any(folder.iterdir()):
-        names = sorted(os.listdir(folder))
-        held = ", ".join(names[:3]) + (", ..." if names[3:] else "")
+        held = listed(sorted(os.listdir(folder)), 3)
         return Mistake(f"{folder} is not empty: it has {held}", expected, "give another name, or empty the folder")
     try:
         shutil.copytree(template(), folder, ignore=shutil.ignore_patterns(*_NOT_COPIED), dirs_exist_ok=True)

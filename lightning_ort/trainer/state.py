@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import IO, Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from lightning_ort.optim.step_info import TrainStepInfo
 from lightning_ort.trainer.optimizer import Optimizer, as_array
 from lightning_ort.trainer.options import ORTTrainerOptions
 from lightning_ort.trainer.step import CombinedModule
-from lightning_ort.validation import is_plain, shown
+from lightning_ort.validation import is_plain, listed, shown
 
 __all__ = ["TrainerState", "settings_of", "weights_of"]
 
@@ -322,8 +322,8 @@ def _check_state(trainer: TrainerState, state: Any, *, strict: bool) -> None:
         _compare_keys(weights, trainer._weights, "state_dict[model][full_precision]", strict)
         if weights and not set(weights) & set(trainer._weights):
             raise RuntimeError(
-                f"No key of state_dict[model][full_precision] is a weight of the model. Its keys: {_listed(weights)}; "
-                f"the weights: {_listed(trainer._weights)}."
+                f"No key of state_dict[model][full_precision] is a weight of the model. "
+                f"Its keys: {listed(map(repr, weights))}; the weights: {listed(map(repr, trainer._weights))}."
             )
     for name, value in weights.items():
         if name in trainer._weights:
@@ -356,16 +356,14 @@ def _check_sections(state: Mapping[str, Any], strict: bool) -> None:
     if not any(key in state for key in _LOADED):
         raise RuntimeError(
             f"state_dict has none of the keys {', '.join(_LOADED)}: nothing of it could be loaded. Its keys: "
-            f"{_listed(state)}. Expected what ORTTrainer.state_dict() gives; where there are only weights, "
+            f"{listed(map(repr, state))}. Expected what ORTTrainer.state_dict() gives; where there are only weights, "
             "{'model': {'full_precision': weights}}."
         )
     _compare_keys(state, {}, "state_dict", strict, {*_LOADED, *_OTHER})
     if "model" in state and "full_precision" not in state["model"]:
-        raise RuntimeError(f"Missing keys: ['full_precision'] in state_dict[model]; it has {_listed(state['model'])}.")
-
-
-def _listed(keys: Collection[str]) -> str:
-    return ", ".join([*map(repr, list(keys)[:5]), *(["..."] if len(keys) > 5 else [])]) or "none"
+        raise RuntimeError(
+            f"Missing keys: ['full_precision'] in state_dict[model]; it has {listed(map(repr, state['model']))}."
+        )
 
 
 def _compare_keys(

@@ -31,7 +31,7 @@ from lightning_ort.trainer.optimizer import Optimizer, check_groups
 from lightning_ort.trainer.options import ORTTrainerOptions, check_arguments, refuse
 from lightning_ort.trainer.state import TrainerState, settings_of, weights_of
 from lightning_ort.trainer.step import CombinedModule, Execution
-from lightning_ort.validation import number
+from lightning_ort.validation import listed, number
 
 __all__ = ["ORTTrainer", "example_inputs", "make_module"]
 
@@ -140,11 +140,11 @@ class ORTTrainer(TrainerState):
             return
         known = {*map(id, self._parameters)}
         added = [name for name, p in self._combined.named_parameters() if id(p) not in known]
-        names = ", ".join(name.removeprefix("model.") for name in added[:4]) or "some are missing"
+        names = listed(name.removeprefix("model.") for name in added) if added else "some are missing"
         raise RuntimeError(
-            f"The model has other parameters than those this ORTTrainer was made with: {names}"
-            f"{' ...' * (len(added) > 4)}. It would not train or save them: make another ORTTrainer of the model, or "
-            "change values in place, with torch.no_grad(): parameter.copy_(...)."
+            f"The model has other parameters than those this ORTTrainer was made with: {names}. "
+            "It would not train or save them: make another ORTTrainer of the model, or change values in place, "
+            "with torch.no_grad(): parameter.copy_(...)."
         )
 
     def _all_weights(self, module: nn.Module) -> dict[str, Tensor]:

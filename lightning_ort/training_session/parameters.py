@@ -14,7 +14,7 @@ from lightning_ort.compiler.aot.joint import GRAD
 from lightning_ort.errors import UnsupportedError
 from lightning_ort.onnx_reader.initializers import trainable_initializers
 from lightning_ort.onnx_reader.registry import OPERATORS
-from lightning_ort.validation import is_number, is_whole, shown
+from lightning_ort.validation import is_number, is_whole, listed, shown
 
 __all__ = [
     "ACCUMULATED", "ALL_FINITE", "TrainingParameters", "check_names", "check_types", "check_weights", "trained_weights",
@@ -259,10 +259,10 @@ def check_types(model: onnx.ModelProto, trained: Collection[str], optimizer: str
     """
     wrong = [i for i in model.graph.initializer if i.name in trained and i.data_type not in _UPDATED]
     if wrong:
-        listed = ", ".join(repr(i.name) for i in wrong[:3]) + (", ..." if len(wrong) > 3 else "")
         kind = TensorProto.DataType.Name(wrong[0].data_type).lower()
         raise UnsupportedError(
-            f"The weights {listed} are {kind}; training_optimizer_name={optimizer!r} updates float and double ones. "
+            f"The weights {listed(repr(i.name) for i in wrong)} are {kind}; "
+            f"training_optimizer_name={optimizer!r} updates float and double ones. "
             "Store the weights as float, with a Cast behind each where the graph computes in 16 bits; or leave "
             "training_optimizer_name empty, and update them yourself."
         )

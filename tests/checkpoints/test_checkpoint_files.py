@@ -202,7 +202,10 @@ def test_files_that_are_not_in_order(tmp_path, written, kind):
 
 
 FOREIGN = {
-    "weights": ({f"{i}.weight": torch.ones(2) for i in range(8)}, "dictionary of 0.weight, 1.weight.* ..., and lacks"),
+    "weights": (
+        {f"{i}.weight": torch.ones(2) for i in range(8)},
+        "dictionary of 0.weight, 1.weight.* .8 in all., and lacks",
+    ),
     "tensor": (torch.ones(3), "a Tensor, and lacks state_dict or pytorch-lightning_version"),
     "nothing": ({}, "a dictionary of nothing"),
 }

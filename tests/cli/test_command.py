@@ -175,6 +175,10 @@ def test_the_extra_that_is_missing(monkeypatch, capsys):
             ["--trainer.strategy=lightning_ort.ORTStrategy", "--trainer.strategy.session_options={a: 3}"],
             ("an option of the trainer is refused", "session_options has no 'a'", "command line"),
         ),
+        (
+            ["--trainer.plugins+=ORTPrecision", "--trainer.plugins.precision=17"],
+            ("precision is 17, for lightning_ort.ORTPrecision", "32-true or 64-true or", "plugins.precision"),
+        ),
         (["--optimizer=torch.optim.SGD", "--optimizer.lr=fast"], ("lr is fast, for torch.optim.SGD", "float", "lr")),
         (["--trainer.strategy=orrt"], ("trainer.strategy is 'orrt'", "ort, or another name", "command line")),
         (["again"], ("again is no option of lightning-ort fit", "by its full name", "lightning-ort fit --help")),

@@ -349,7 +349,7 @@ def test_other_parameters_than_those_it_was_made_with(change):
         model.load_state_dict({n: t + 1 for n, t in model.state_dict().items()}, assign=True)
     else:
         model.further = nn.Linear(2, 2)
-    name = {"layer": "fc2.weight, fc2.bias", "values": r"fc1.weight, fc1.bias, .* \.\.\.", "further": "further.weight"}
+    name = {"layer": "fc2.weight, fc2.bias", "values": "fc1.weight, fc1.bias, fc2.weight", "further": "further.weight"}
     for call in (found.train_step, found.eval_step):
         with pytest.raises(RuntimeError, match=f"other parameters than those .* made with: {name[change]}"):
             call(*first)

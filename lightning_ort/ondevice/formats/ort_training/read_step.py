@@ -18,6 +18,7 @@ from lightning_ort.files.onnx_files import read_onnx
 from lightning_ort.ondevice.formats.ort_training.names import BUFFER, DOMAIN, RESET
 from lightning_ort.ondevice.formats.ort_training.write_step import derived, is_foreign
 from lightning_ort.runtime.tensors import ONNX
+from lightning_ort.validation import listed
 
 __all__ = ["parsed", "read_evaluation", "read_training"]
 
@@ -42,7 +43,7 @@ def read_evaluation(path: Path, state: TrainingState) -> StepGraph:
     sums = [str(v.name) for v in file.graph.inputs if v.name == RESET or str(v.name).endswith(BUFFER)]
     if sums:
         raise ValueError(
-            f"{str(path)!r} takes {', '.join(map(repr, sums[:3]))}, as training models do; expected an evaluation "
+            f"{str(path)!r} takes {listed(map(repr, sums))}, as training models do; expected an evaluation "
             "model. Are the files of these artifacts mixed up?"
         )
     outputs = tuple(str(v.name) for v in file.graph.outputs)
