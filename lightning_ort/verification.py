@@ -239,9 +239,9 @@ class _Suspect:
         if other is None or other.shape != self._theirs.shape:
             return
         noise = _distances(other, self._theirs)
-        if math.inf in noise and math.inf not in self._off[0]:
-            return  # it left the domain of a function, in which ours and torch's have stayed
-        self._noise = [max(a, b) for a, b in zip(self._noise, noise, strict=True)]
+        # it left the domain of a function: where torch has stayed, that excuses nobody, or NaN would train
+        if math.inf not in noise:
+            self._noise = [max(a, b) for a, b in zip(self._noise, noise, strict=True)]
         if exact and self._theirs.is_floating_point():
             self._off.append(_distances(self._ours, other))
 

@@ -49,6 +49,9 @@ _UNTAGGED = frozenset([
 _SATURATING = frozenset(["_softmax", "_safe_softmax", "sigmoid", "tanh", "erf"])
 """Operators whose results are 1 only because they have been rounded; what is left of 1 decides about gradients."""
 
+_KEEPING = _SATURATING | {"mul", "mul_", "square", "pow", "sqrt", "div", "reciprocal"}
+"""Operators that give no more than 1 where none is due, whoever computes them: 1 - x² is not negative."""
+
 _CENTRED: Mapping[str, Callable[[Any], Sequence[int]]] = {
     **dict.fromkeys(
         ["native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update", "native_batch_norm_backward"],
@@ -107,7 +110,7 @@ class RoundingNoise(TorchDispatchMode):
         written = func._schema.is_mutable
         for x in pytree.tree_leaves(results):
             if _is_rounded(x) and (written or storage_key(x) not in storages):
-                self._disturb(x, 1.0, everywhere=func._opname in _SATURATING)
+                self._disturb(x, 1.0, everywhere=func._opname in _SATURATING, keeping=func._opname in _KEEPING)
                 if func._opname == "_log_softmax":
                     self._disturb_zeros(x)
         if func._opname in _CENTRED:
@@ -148,17 +151,19 @@ class RoundingNoise(TorchDispatchMode):
         noise = torch.empty_like(size).uniform_(-amplitude, amplitude, generator=self._generators[x.device.type])
         x.copy_(x + noise.mul_(size).nan_to_num_(0.0, 0.0, 0.0))
 
-    def _disturb(self, x: torch.Tensor, growth: float, *, everywhere: bool = False) -> torch.Tensor:
+    def _disturb(
+        self, x: torch.Tensor, growth: float, *, everywhere: bool = False, keeping: bool = False
+    ) -> torch.Tensor:
         amplitude = growth * _UNITS[x.dtype] * torch.finfo(x.dtype).eps / 2
         # in blocks, so that the noise of a large tensor takes no memory worth mentioning
         if x.is_contiguous() and x.numel() > _PIECE:
             for part in x.view(-1).split(_PIECE):
-                self._disturb_part(part, amplitude, everywhere=everywhere)
+                self._disturb_part(part, amplitude, everywhere=everywhere, keeping=keeping)
         elif not any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True)):
-            self._disturb_part(x, amplitude, everywhere=everywhere)
+            self._disturb_part(x, amplitude, everywhere=everywhere, keeping=keeping)
         return x
 
-    def _disturb_part(self, x: torch.Tensor, amplitude: float, *, everywhere: bool = False) -> None:
+    def _disturb_part(self, x: torch.Tensor, amplitude: float, *, everywhere: bool, keeping: bool) -> None:
         noise = torch.empty(
             x.shape, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32, device=x.device
         )
@@ -166,10 +171,13 @@ class RoundingNoise(TorchDispatchMode):
         if not everywhere:
             noise.mul_(_is_inexact(x))
         change = noise.mul_(x).nan_to_num_(0.0, 0.0, 0.0)  # what is infinite stays so
+        within = x.abs() <= 1 if keeping else None
         if x.dtype.itemsize >= 4:
             x.add_(change)
         else:
             x.copy_(x + change)
+        if within is not None:
+            x.copy_(torch.where(within, x.clamp(-1.0, 1.0), x))
 
 
 def _is_rounded(x: Any) -> bool:

@@ -352,7 +352,19 @@ def _draws_as_inputs(graph: fx.Graph) -> list[fx.Node]:
         _divide_when_drawn(placeholder)
         draws.append(placeholder)
         last = placeholder
+    stranger = next((n.target for n in graph.nodes if _may_draw(n)), None)
+    if draws and stranger is not None:
+        raise Untraceable(f"it draws random numbers beside {stranger}, which may draw some too, in between")
     return draws
+
+
+_SETTLED = {"aten", "prims", "lightning_ort", "c10d", "_c10d_functional", "torchvision"}
+"""Namespaces whose operators have a tag if they draw random numbers."""
+
+
+def _may_draw(node: fx.Node) -> bool:
+    """Whether it is an operator of the user's, of which nothing is known."""
+    return isinstance(node.target, OpOverload) and node.target.namespace not in _SETTLED
 
 
 def _divide_when_drawn(draw: fx.Node) -> None:

@@ -223,6 +223,28 @@ def test_distributions():
     assert_fit_parity(Samples, curve, in_ort=())
 
 
+@torch.library.custom_op("test_dropout::noisy", mutates_args=())
+def noisy(x: torch.Tensor) -> torch.Tensor:
+    return x + 0.1 * torch.randn_like(x)
+
+
+noisy.register_fake(torch.empty_like)
+noisy.register_autograd(lambda ctx, grad: grad)
+
+
+class DrawsUnseen(Regressor):
+    """An operator of the user's, of which a graph does not tell that it draws, before or after other draws."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        x = F.dropout(noisy(F.dropout(x, 0.1) if batch_idx % 2 else x), 0.1)
+        return F.mse_loss(self(x), y)
+
+
+def test_draws_of_operators_of_the_user():
+    assert_fit_parity(DrawsUnseen, curve, in_ort=())
+
+
 def test_monte_carlo_dropout():
     """Dropout left on in validation, by a module that overrides the hook."""
 

@@ -274,6 +274,18 @@ def test_what_spreads(got, wanted, spread):
     assert mismatch.spread == spread
 
 
+@pytest.mark.parametrize(("exact", "right"), [(torch.nan, True), (1.0, False)], ids=["of the graph", "of the samples"])
+def test_rounding_that_ends_in_nan_excuses_no_other(exact, right):
+    """Unless what is exact has it too: then it is torch that was lucky."""
+
+    class Referee:
+        def evaluate(self, dtype=None, noise=None):
+            return Results({0: torch.tensor([1.0, torch.nan if dtype is None else exact])}, {}, {})
+
+    got, wanted = (Results({0: torch.tensor([1.0, last])}, {}, {}) for last in (torch.nan, 1.0))
+    assert (find_mismatch(got, wanted, {}, Referee()) is None) == right
+
+
 # -- what is compared, and how it is called -------------------------------------------------------------------------
 
 
