@@ -82,7 +82,8 @@ def generate_artifacts(
         output_names: of the results of a module.
         additional_output_names: results that the training and evaluation steps give besides the loss; without a loss
             function all are given.
-        loss_input_names: results that the loss function gets, by default what the model returns.
+        loss_input_names: results that the loss function gets, by default what the model returns. Of an ONNX model,
+            others that need operators which cannot be read (the labels of a classifier) are then left out.
         nominal_checkpoint: write a further checkpoint, ``nominal_checkpoint``, with names but without the values of
             parameters and without moments. A device that has it gets the values from elsewhere, by
             ``Module.copy_buffer_to_parameters(buffer, trainable_only=False)``.

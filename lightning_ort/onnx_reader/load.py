@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
 
 import onnx
 import onnx.inliner
@@ -13,10 +14,11 @@ from lightning_ort.errors import CheckpointError, UnsupportedError
 from lightning_ort.files.onnx_files import check_count, check_model, read_onnx
 from lightning_ort.files.reading import refusing
 from lightning_ort.onnx_reader.initializers import FLOATS
-from lightning_ort.onnx_reader.reader import CONTROL_FLOW
+from lightning_ort.onnx_reader.reader import CONTROL_FLOW, names_read, names_read_by
 from lightning_ort.onnx_reader.registry import OPERATORS
 from lightning_ort.onnx_reader.values import label_of
-from lightning_ort.validation import path
+from lightning_ort.runtime.tensors import TORCH
+from lightning_ort.validation import listed, path
 
 __all__ = [
     "Model",
@@ -34,8 +36,15 @@ Model = onnx.ModelProto | bytes | str | os.PathLike[str]
 """What can be read: a path (external data is looked for beside it), a serialized model, or a ModelProto."""
 
 
-def load(model: Model) -> onnx.ModelProto:
+def load(model: Model, wanted: Collection[str] | None = None) -> onnx.ModelProto:
     """Read ``model`` and write its functions out; a ModelProto that was passed in is not changed.
+
+    Operators that no output needs may be unknown; where there are some, all nodes that no output needs are left out.
+
+    Args:
+        model: a path, bytes or a ModelProto.
+        wanted: names of the outputs that the caller asks for; others are left out where they need operators that are
+            not known. By default all are asked for.
 
     Raises:
         FileNotFoundError: no such file.
@@ -44,23 +53,96 @@ def load(model: Model) -> onnx.ModelProto:
     """
     proto = parsed(model)
     with using(name_of(model)):
-        return _written_out(proto)
+        return _written_out(proto, wanted)
 
 
-def _written_out(proto: onnx.ModelProto) -> onnx.ModelProto:
+def _written_out(proto: onnx.ModelProto, wanted: Collection[str] | None) -> onnx.ModelProto:
     check_count(proto)
     if any(f.name for f in proto.functions):
-        proto = _inlined(proto)
+        proto = _inlined(_with_defaults(proto))
     opset = _opset(proto)
     if opset is None or not _MIN_OPSET <= opset <= _MAX_OPSET:
         raise UnsupportedError(
             f"The model is written for ONNX opset {opset}; opsets {_MIN_OPSET} to {_MAX_OPSET} can be read. Convert it "
-            "with onnx.version_converter.convert_version(model, 17), or export it again with opset_version=17."
+            "with onnx.version_converter.convert_version(model, 18), or export it again with opset_version=18."
         )
-    unknown = dict.fromkeys(_unknown(proto.graph))
-    if unknown:
-        raise UnsupportedError("These ONNX operators cannot be read as torch operations:\n  " + "\n  ".join(unknown))
+    if any(_unknown(proto.graph.node)):
+        proto = _needed(proto, wanted)
+        _check_operators(proto.graph)
     return _lifted(proto)
+
+
+def _check_operators(graph: onnx.GraphProto) -> None:
+    """Refuse a graph whose outputs need operators that are not in the table.
+
+    Raises:
+        UnsupportedError: with their nodes, and with the outputs without which there would be none.
+    """
+    unknown = dict.fromkeys(_unknown(graph.node))
+    if not unknown:
+        return
+    beyond = _beyond(graph)
+    needing = [o.name for o in graph.output if o.name in beyond]
+    others = [o.name for o in graph.output if o.name not in beyond]
+    advice = (
+        f"\nOnly these outputs need them: {listed(map(repr, needing))}. Take these out of graph.output of the model to "
+        f"train it by the others: {listed(map(repr, others))}."
+    )
+    raise UnsupportedError(
+        "These ONNX operators cannot be read as torch operations:\n  "
+        + "\n  ".join(unknown)
+        + (advice if others else "")
+    )
+
+
+def _needed(proto: onnx.ModelProto, wanted: Collection[str] | None) -> onnx.ModelProto:
+    """``proto`` without the nodes that no output needs, nor the outputs that cannot be read and are not ``wanted``.
+
+    A classifier gives labels beside the probabilities that it is trained by, and looks them up by operators that no
+    gradient passes.
+    """
+    needed = onnx.ModelProto()
+    needed.CopyFrom(proto)
+    _prune(needed.graph)
+    beyond: set[str] = set() if wanted is None else _beyond(needed.graph) - set(wanted)
+    if any(o.name not in beyond for o in needed.graph.output):
+        _drop(needed.graph.output, lambda output: output.name in beyond)
+        _prune(needed.graph)
+    read = set(names_read(needed.graph))
+    # texts, such as those labels: no operator in the table takes them
+    _drop(needed.graph.initializer, lambda i: i.data_type not in TORCH and i.name not in read)
+    return needed
+
+
+def _prune(graph: onnx.GraphProto) -> None:
+    """Take out the nodes that no output of ``graph`` needs, and the same in its branches and bodies."""
+    read = {output.name for output in graph.output}
+
+    def is_idle(node: onnx.NodeProto) -> bool:
+        if read.isdisjoint(node.output):
+            return True
+        for body in _bodies(node):
+            _prune(body)
+        read.update(names_read_by(node))
+        return False
+
+    _drop(graph.node, is_idle)
+
+
+def _drop(field: Any, unwanted: Callable[[Any], bool]) -> None:
+    """Take entries out of a repeated field, which are asked for from the last to the first."""
+    for position in reversed(range(len(field))):
+        if unwanted(field[position]):
+            del field[position]
+
+
+def _beyond(graph: onnx.GraphProto) -> set[str]:
+    """The values of ``graph`` that need an operator that is not in the table."""
+    found: set[str] = set()
+    for node in graph.node:
+        if any(_unknown([node])) or not found.isdisjoint(names_read_by(node)):
+            found.update(filter(None, node.output))
+    return found
 
 
 def _lifted(proto: onnx.ModelProto) -> onnx.ModelProto:
@@ -94,10 +176,14 @@ def _lifted(proto: onnx.ModelProto) -> onnx.ModelProto:
 def _subgraphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
     """The branches and bodies in ``graph``, and those in them."""
     for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.GRAPH:
-                yield attribute.g
-                yield from _subgraphs(attribute.g)
+        for body in _bodies(node):
+            yield body
+            yield from _subgraphs(body)
+
+
+def _bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+    """The branches or the body of ``node``."""
+    return [a.g for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
 
 
 def _names(graph: onnx.GraphProto) -> set[str]:
@@ -144,6 +230,74 @@ def _inlined(proto: onnx.ModelProto) -> onnx.ModelProto:
             f"The model is written for opset {opset}, and functions in it for others ({listed}), which ONNX cannot "
             f"convert: {next(iter(str(error).splitlines()), '')}. Export them for one opset."
         ) from error
+
+
+def _with_defaults(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """``proto`` with calls of functions that give all attributes for which the function has a default.
+
+    ``onnx.inliner`` knows no defaults: the operators within would take their own, where ONNX Runtime takes those of the
+    function. What a call leaves out may be passed on to a function that has a default for it, so that there is a copy
+    of the function for each set of attributes that calls leave out.
+    """
+    if not any(f.attribute_proto for f in proto.functions):
+        return proto
+    found = onnx.ModelProto()
+    found.CopyFrom(proto)
+    del found.functions[:]
+    functions = {_id(f.domain, f.name, f.overload): f for f in proto.functions}
+    made: dict[tuple[str, ...], str] = {}
+
+    def settle(nodes: Iterable[onnx.NodeProto]) -> None:
+        for node in nodes:
+            for body in _bodies(node):
+                settle(body.node)
+            function = functions.get(_id(node.domain, node.op_type, node.overload))
+            if function is not None:
+                given = {a.name for a in node.attribute}
+                node.attribute.extend(_default(function, a) for a in function.attribute_proto if a.name not in given)
+                node.op_type = name_of_copy(function, [a for a in function.attribute if a not in given])
+
+    def name_of_copy(function: onnx.FunctionProto, absent: list[str]) -> str:
+        """That of the copy for calls that leave ``absent`` to the operators and functions within."""
+        key = (*_id(function.domain, function.name, function.overload), *absent)
+        if key not in made:
+            made[key] = f"{function.name} without {', '.join(absent)}" if absent else function.name
+            copy = found.functions.add()
+            copy.CopyFrom(function)
+            copy.name = made[key]
+            _leave_out(copy.node, absent)
+            settle(copy.node)
+        return made[key]
+
+    settle(found.graph.node)
+    return found
+
+
+def _id(domain: str, name: str, overload: str) -> tuple[str, str, str]:
+    """What tells a function from all others."""
+    return "" if domain == "ai.onnx" else domain, name, overload
+
+
+def _default(function: onnx.FunctionProto, attribute: onnx.AttributeProto) -> onnx.AttributeProto:
+    """``attribute``, which a call is to give.
+
+    Raises:
+        UnsupportedError: it is a graph, in which there may be calls again.
+    """
+    if attribute.type in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS):
+        raise UnsupportedError(
+            f"The function {function.name!r} has a graph as the default of its attribute {attribute.name!r}, which "
+            "cannot be read. Give that graph where the function is called."
+        )
+    return attribute
+
+
+def _leave_out(nodes: Iterable[onnx.NodeProto], absent: Collection[str]) -> None:
+    """Take the attributes out that are those of a function which a call leaves out."""
+    for node in nodes:
+        _drop(node.attribute, lambda attribute: attribute.ref_attr_name in absent)
+        for body in _bodies(node):
+            _leave_out(body.node, absent)
 
 
 def _means_the_same(function: onnx.FunctionProto, opset: int) -> bool:
@@ -200,14 +354,12 @@ def using(name: str) -> contextlib.AbstractContextManager[None]:
     return refusing(name, "not to be used", kind=CheckpointError, prefix=name.startswith("'"))
 
 
-def _unknown(graph: onnx.GraphProto) -> list[str]:
-    found = []
-    for node in graph.node:
+def _unknown(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
+    """What is not in the table, of ``nodes`` and of those in their branches and bodies."""
+    for node in nodes:
         domain = "" if node.domain == "ai.onnx" else node.domain
         if (domain, node.op_type) not in OPERATORS and not (domain == "" and node.op_type in STRUCTURE):
             full = f"{domain}.{node.op_type}" if domain else node.op_type
-            found.append(label_of(node).replace(node.op_type, full, 1))
-        for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.GRAPH:
-                found += _unknown(attribute.g)
-    return found
+            yield label_of(node).replace(node.op_type, full, 1)
+        for body in _bodies(node):
+            yield from _unknown(body.node)

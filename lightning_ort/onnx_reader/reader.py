@@ -23,7 +23,7 @@ from lightning_ort.onnx_reader.registry import OPERATORS, Operator
 from lightning_ort.onnx_reader.shape_arithmetic import dtype_of, length_of, number_type
 from lightning_ort.onnx_reader.values import Computed, Constant, Number, Value, attributes_of, label_of, tensor_from
 
-__all__ = ["CONTROL_FLOW", "Reader", "identifier", "is_plain"]
+__all__ = ["CONTROL_FLOW", "Reader", "identifier", "is_plain", "names_read", "names_read_by"]
 
 _SMALL = 1 << 12
 """Elements of constants from which nothing is computed that is large."""
@@ -76,7 +76,7 @@ class Reader:
         self._constants = 0
         self._nodes = 0
         self._folded = 0
-        self._names_read = set(_names_read(model.graph))
+        self._names_read = set(names_read(model.graph))
         self._weights = {paths[name] for name in weight_initializers(model) if name in paths}
         stored = sum(math.prod(i.dims) for i in model.graph.initializer)
         self._most_folded = _FOLDED + 16 * stored
@@ -311,14 +311,19 @@ class Reader:
         return path
 
 
-def _names_read(graph: onnx.GraphProto) -> Iterator[str]:
+def names_read(graph: onnx.GraphProto) -> Iterator[str]:
     """The names of all values that nodes, branches and bodies read, or that are results of these or of ``graph``."""
     for node in graph.node:
-        yield from filter(None, node.input)
-        for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.GRAPH:
-                yield from _names_read(attribute.g)
+        yield from names_read_by(node)
     yield from (output.name for output in graph.output)
+
+
+def names_read_by(node: onnx.NodeProto) -> Iterator[str]:
+    """The names of all values that ``node`` reads, or that its branches and bodies read or give."""
+    yield from filter(None, node.input)
+    for attribute in node.attribute:
+        if attribute.type == onnx.AttributeProto.GRAPH:
+            yield from names_read(attribute.g)
 
 
 def _constant(node: onnx.NodeProto) -> torch.Tensor:

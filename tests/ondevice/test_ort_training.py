@@ -128,5 +128,5 @@ def test_a_training_model_as_the_evaluation_model(generated, tmp_path):
     folder = rewritten(generated["mlp"], tmp_path, config_of(Recording("mlp_adam_default")), "ort-training")
     model = folder / "training_model.onnx"
     state = CheckpointState.load_checkpoint(folder / "checkpoint")
-    with pytest.raises(ValueError, match=r"training_model.onnx' takes '.*', as training models do; expected an eval"):
+    with pytest.raises(ValueError, match=r"training_model.onnx' takes '.*, as training models do; expected an eval"):
         Module(model, state, model)

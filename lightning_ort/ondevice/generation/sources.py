@@ -148,7 +148,8 @@ def onnx_source(
     """
     if is_block(loss):
         return _block_source(parsed(model), inputs, loss, parameters, loss_inputs, additional, frozen)
-    proto = load(model)
+    # a classifier looks its labels up by operators that cannot be read: they are left out where scores are asked for
+    proto = load(model, {*loss_inputs, *additional} if loss_inputs else None)
     if parameters is not None:
         state = state_initializers(proto)  # the training wheel wants running statistics listed
         parameters = [n for n in parameters if n not in state]
