@@ -165,7 +165,7 @@ def test_a_project_is_not_written_over_another(template, capsys):
     (template / "README.md").write_text("mine")
     assert main(["new", str(template)]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"wrong:    {template} is not empty: it has .gitignore, README.md, configs, ...\n")
+    assert said.startswith(f"wrong:    {template} is not empty: it has .gitignore, README.md, configs, ... (")
     assert "expected: a folder that is not there yet, or is empty\nto do:    give another name" in said
     assert (template / "README.md").read_text() == "mine"
     assert main(["new", str(template / "README.md")]) == 2

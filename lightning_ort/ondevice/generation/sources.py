@@ -179,7 +179,7 @@ def _block_source(
 ) -> Source:
     """Of a model with the loss of an onnxblock."""
     built, losses, made = with_loss(forward, block, loss_inputs, additional)
-    proto = load(built)
+    proto = load(built, [*losses, *additional])
     if parameters is None:
         # the numbers in a loss are no parameters
         own = {i.name for i in forward.graph.initializer} | set(made)
