@@ -352,8 +352,8 @@ def _draws_as_inputs(graph: fx.Graph) -> list[fx.Node]:
         _divide_when_drawn(placeholder)
         draws.append(placeholder)
         last = placeholder
-    stranger = next((n.target for n in graph.nodes if _may_draw(n)), None)
-    if draws and stranger is not None:
+    stranger = next((n.target for n in graph.nodes if _may_draw(n)), None) if draws else None
+    if stranger is not None:
         raise Untraceable(f"it draws random numbers beside {stranger}, which may draw some too, in between")
     return draws
 

@@ -12,6 +12,7 @@ from onnx import numpy_helper
 
 from lightning_ort.errors import UnsupportedError
 from lightning_ort.onnx_reader.registry import OPERATORS
+from lightning_ort.onnx_reader.values import bodies
 from lightning_ort.runtime.tensors import TORCH
 
 __all__ = ["FLOATS", "state_initializers", "trainable_initializers", "weight_initializers"]
@@ -81,9 +82,8 @@ def _uses(graph: onnx.GraphProto, same: dict[str, str]) -> Iterator[tuple[str, s
                 role = row.input_name(position)
                 kind = "state" if role in row.state else "constant" if role in row.constants else "tensor"
                 yield same.get(name, name), kind
-        for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.GRAPH:
-                yield from _uses(attribute.g, same)
+        for body in bodies(node):
+            yield from _uses(body, same)
     for output in graph.output:
         yield same.get(output.name, output.name), "tensor"
 
@@ -179,9 +179,8 @@ def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
     """The nodes of ``graph``, and those in its branches and bodies."""
     for node in graph.node:
         yield node
-        for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.GRAPH:
-                yield from _nodes(attribute.g)
+        for body in bodies(node):
+            yield from _nodes(body)
 
 
 def _metadata(node: onnx.NodeProto, key: str) -> str:

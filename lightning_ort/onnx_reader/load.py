@@ -16,7 +16,7 @@ from lightning_ort.files.reading import refusing
 from lightning_ort.onnx_reader.initializers import FLOATS
 from lightning_ort.onnx_reader.reader import CONTROL_FLOW, names_read, names_read_by
 from lightning_ort.onnx_reader.registry import OPERATORS
-from lightning_ort.onnx_reader.values import label_of
+from lightning_ort.onnx_reader.values import bodies, label_of
 from lightning_ort.runtime.tensors import TORCH
 from lightning_ort.validation import listed, path
 
@@ -121,7 +121,7 @@ def _prune(graph: onnx.GraphProto) -> None:
     def is_idle(node: onnx.NodeProto) -> bool:
         if read.isdisjoint(node.output):
             return True
-        for body in _bodies(node):
+        for body in bodies(node):
             _prune(body)
         read.update(names_read_by(node))
         return False
@@ -176,14 +176,9 @@ def _lifted(proto: onnx.ModelProto) -> onnx.ModelProto:
 def _subgraphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
     """The branches and bodies in ``graph``, and those in them."""
     for node in graph.node:
-        for body in _bodies(node):
+        for body in bodies(node):
             yield body
             yield from _subgraphs(body)
-
-
-def _bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:
-    """The branches or the body of ``node``."""
-    return [a.g for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
 
 
 def _names(graph: onnx.GraphProto) -> set[str]:
@@ -249,7 +244,7 @@ def _with_defaults(proto: onnx.ModelProto) -> onnx.ModelProto:
 
     def settle(nodes: Iterable[onnx.NodeProto]) -> None:
         for node in nodes:
-            for body in _bodies(node):
+            for body in bodies(node):
                 settle(body.node)
             function = functions.get(_id(node.domain, node.op_type, node.overload))
             if function is not None:
@@ -296,7 +291,7 @@ def _leave_out(nodes: Iterable[onnx.NodeProto], absent: Collection[str]) -> None
     """Take the attributes out that are those of a function which a call leaves out."""
     for node in nodes:
         _drop(node.attribute, lambda attribute: attribute.ref_attr_name in absent)
-        for body in _bodies(node):
+        for body in bodies(node):
             _leave_out(body.node, absent)
 
 
@@ -361,5 +356,5 @@ def _unknown(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
         if (domain, node.op_type) not in OPERATORS and not (domain == "" and node.op_type in STRUCTURE):
             full = f"{domain}.{node.op_type}" if domain else node.op_type
             yield label_of(node).replace(node.op_type, full, 1)
-        for body in _bodies(node):
+        for body in bodies(node):
             yield from _unknown(body.node)

@@ -21,7 +21,16 @@ from lightning_ort.onnx_reader import shape_arithmetic
 from lightning_ort.onnx_reader.initializers import weight_initializers
 from lightning_ort.onnx_reader.registry import OPERATORS, Operator
 from lightning_ort.onnx_reader.shape_arithmetic import dtype_of, length_of, number_type
-from lightning_ort.onnx_reader.values import Computed, Constant, Number, Value, attributes_of, label_of, tensor_from
+from lightning_ort.onnx_reader.values import (
+    Computed,
+    Constant,
+    Number,
+    Value,
+    attributes_of,
+    bodies,
+    label_of,
+    tensor_from,
+)
 
 __all__ = ["CONTROL_FLOW", "Reader", "identifier", "is_plain", "names_read", "names_read_by"]
 
@@ -321,9 +330,8 @@ def names_read(graph: onnx.GraphProto) -> Iterator[str]:
 def names_read_by(node: onnx.NodeProto) -> Iterator[str]:
     """The names of all values that ``node`` reads, or that its branches and bodies read or give."""
     yield from filter(None, node.input)
-    for attribute in node.attribute:
-        if attribute.type == onnx.AttributeProto.GRAPH:
-            yield from names_read(attribute.g)
+    for body in bodies(node):
+        yield from names_read(body)
 
 
 def _constant(node: onnx.NodeProto) -> torch.Tensor:

@@ -13,7 +13,17 @@ from torch import fx
 
 from lightning_ort.runtime.tensors import TORCH
 
-__all__ = ["Computed", "Constant", "Number", "Value", "attributes_of", "dtype_from", "label_of", "tensor_from"]
+__all__ = [
+    "Computed",
+    "Constant",
+    "Number",
+    "Value",
+    "attributes_of",
+    "bodies",
+    "dtype_from",
+    "label_of",
+    "tensor_from",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +96,11 @@ def attributes_of(node: onnx.NodeProto) -> dict[str, Any]:
             value = dtype_from(value)
         found[attribute.name] = value
     return found
+
+
+def bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+    """The branches or the body of ``node``."""
+    return [a.g for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
 
 
 def label_of(node: onnx.NodeProto) -> str:

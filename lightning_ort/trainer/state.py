@@ -322,7 +322,7 @@ def _check_state(trainer: TrainerState, state: Any, *, strict: bool) -> None:
         _compare_keys(weights, trainer._weights, "state_dict[model][full_precision]", strict)
         if weights and not set(weights) & set(trainer._weights):
             raise RuntimeError(
-                f"No key of state_dict[model][full_precision] is a weight of the model. "
+                "No key of state_dict[model][full_precision] is a weight of the model. "
                 f"Its keys: {listed(map(repr, weights))}; the weights: {listed(map(repr, trainer._weights))}."
             )
     for name, value in weights.items():
