@@ -17,13 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_ort import ORTCheckpointIO
 
-from .ranks import torchrun_variables
+from .ranks import Forked, torchrun_variables
 
 SCRIPT = Path(__file__).parent / "killed.py"
 _TIMEOUT = 20.0
@@ -69,23 +69,20 @@ class Fit:
         launcher: ``"torchrun"``: all are started with the variables that torchrun sets; ``"script"``: one is started,
             and Lightning starts the others.
         command: a script and its arguments.
+        forked: those that are started here are forks (:class:`.ranks.Forked`), which is faster.
     """
 
-    def __init__(self, folder: Path, ranks: int, launcher: str, command: Sequence[str]) -> None:
+    def __init__(
+        self, folder: Path, ranks: int, launcher: str, command: Sequence[str], *, forked: bool = False
+    ) -> None:
         self.folder, self.ranks = folder, ranks
         started = torchrun_variables(ranks)
         if launcher == "script":
             started = [{name: started[0][name] for name in _OF_ALL}]
-        self._files = [(folder / f"{i}.out").open("w") for i in range(len(started))]
+        self._files = [folder / f"{i}.out" for i in range(len(started))]
+        start = Forked if forked else _started
         self._processes = [
-            subprocess.Popen(
-                [sys.executable, *command],
-                env={**os.environ, **own},
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            for own, file in zip(started, self._files, strict=True)
+            start(command, {**os.environ, **own}, file) for own, file in zip(started, self._files, strict=True)
         ]
 
     def wait_for(self, rank: int) -> int:
@@ -118,15 +115,20 @@ class Fit:
                 os.kill(pid, signal.SIGKILL)
         for p in self._processes:
             p.wait()
-        for file in self._files:
-            file.close()
 
     def codes(self) -> list[int | None]:
         """How those that were started here have ended."""
         return [p.poll() for p in self._processes]
 
     def outputs(self) -> list[str]:
-        return [Path(file.name).read_text() for file in self._files]
+        return [file.read_text() for file in self._files]
+
+
+def _started(command: Sequence[str], environment: Mapping[str, str], output: Path) -> subprocess.Popen[bytes]:
+    with output.open("w") as file:
+        return subprocess.Popen(
+            [sys.executable, *command], env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
 
 
 def _runs(pid: int) -> bool:
@@ -137,8 +139,8 @@ def _runs(pid: int) -> bool:
     return state not in "ZX"
 
 
-def _long_fit(folder: Path, ranks: int, launcher: str, timeout: float = _TIMEOUT) -> Fit:
-    return Fit(folder, ranks, launcher, [str(SCRIPT), str(folder), str(timeout)])
+def _long_fit(folder: Path, ranks: int, launcher: str, timeout: float = _TIMEOUT, *, forked: bool = False) -> Fit:
+    return Fit(folder, ranks, launcher, [str(SCRIPT), str(folder), str(timeout)], forked=forked)
 
 
 def duration(ranks: int, launcher: str) -> float:
@@ -155,12 +157,14 @@ def duration(ranks: int, launcher: str) -> float:
             fit.close()
 
 
-def kill(rank: int, after: float, ranks: int, launcher: str, folder: Path, timeout: float = _TIMEOUT) -> Outcome:
+def kill(
+    rank: int, after: float, ranks: int, launcher: str, folder: Path, timeout: float = _TIMEOUT, *, forked: bool = False
+) -> Outcome:
     """One fit in which ``rank`` is killed ``after`` seconds of its own code; of all, where Lightning starts them.
 
     Its process group waits ``timeout`` seconds.
     """
-    fit = _long_fit(folder, ranks, launcher, timeout)
+    fit = _long_fit(folder, ranks, launcher, timeout, forked=forked)
     try:
         if launcher == "script":  # who has not been started yet, cannot say anything
             for other in range(ranks):

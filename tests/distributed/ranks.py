@@ -27,6 +27,37 @@ class Ended:
     stdout: str
 
 
+class Forked:
+    """A process that runs a script, with the methods of :class:`subprocess.Popen` that are needed here.
+
+    It is a fork of one process that has imported what each would import for five seconds. How processes start and end
+    is not what it can tell.
+
+    Args:
+        command: a script and its arguments.
+        environment: all of its variables.
+        output: what it writes goes to this file.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], output: Path) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
+        self._process = context.Process(target=_run, args=(list(command), dict(environment), str(output)))
+        self._process.start()
+        self.pid: int = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """The code it has ended with; ``None`` if it has not ended in ``timeout`` seconds."""
+        self._process.join(timeout)
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
 def torchrun_variables(world: int, *, on_gpu: bool = False) -> list[dict[str, str]]:
     """What torchrun would set for each of ``world`` processes of this machine; nothing is measured, on one thread.
 
@@ -52,34 +83,24 @@ def torchrun_variables(world: int, *, on_gpu: bool = False) -> list[dict[str, st
 def launch(world: int, script: Path, *arguments: str, timeout: float = 500, on_gpu: bool = False) -> list[Ended]:
     """Run ``script`` on ``world`` processes of this machine, on CPUs or all of them on one GPU.
 
-    They are forks of one process that has imported what each would import for five seconds. How processes start and
-    end is not what they can tell.
-
     Raises:
         TimeoutError: they have not ended in time.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         written = [Path(folder, str(rank)) for rank in range(world)]
-        processes = [
-            context.Process(target=_run, args=([str(script), *arguments], {**os.environ, **variables}, str(file)))
-            for variables, file in zip(torchrun_variables(world, on_gpu=on_gpu), written, strict=True)
-        ]
+        processes: list[Forked] = []
         try:
-            for process in processes:
-                process.start()
+            for variables, file in zip(torchrun_variables(world, on_gpu=on_gpu), written, strict=True):
+                processes.append(Forked([str(script), *arguments], {**os.environ, **variables}, file))
             end = time.monotonic() + timeout
             for rank, process in enumerate(processes):
-                process.join(max(0.0, end - time.monotonic()))
-                if process.is_alive():
+                if process.wait(max(0.0, end - time.monotonic())) is None:
                     raise TimeoutError(f"rank {rank} has not ended in {timeout} s: {written[rank].read_text()[-3000:]}")
         finally:
             for process in processes:
-                if process.pid is not None:
-                    process.kill()
-                    process.join()
-        return [Ended(p.exitcode, file.read_text()) for p, file in zip(processes, written, strict=True)]
+                process.kill()
+                process.wait()
+        return [Ended(p.poll(), file.read_text()) for p, file in zip(processes, written, strict=True)]
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str], file: str) -> None:

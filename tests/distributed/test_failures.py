@@ -28,7 +28,8 @@ SCRIPT = Path(__file__).parent / "failing.py"
     ("how", "rank", "step"), [("kill", 0, 9), ("raise", 1, 5), ("gloo", 1, 5), ("leave", 1, 5), ("interrupt", 0, 5)]
 )
 def test_the_others_name_the_rank(how, rank, step, tmp_path):
-    fit = Fit(tmp_path, 2, "torchrun", [str(SCRIPT), how, str(rank), str(step), str(tmp_path)])
+    command = [str(SCRIPT), how, str(rank), str(step), str(tmp_path)]
+    fit = Fit(tmp_path, 2, "torchrun", command, forked=how != "raise")
     try:
         assert fit.ended(120)
     finally:
@@ -60,7 +61,7 @@ def test_the_others_name_the_rank(how, rank, step, tmp_path):
 )
 def test_the_launcher_of_functions_names_the_rank(start, how, rank, words, tmp_path):
     """It ends the others, and its error is the one of the script."""
-    fit = Fit(tmp_path, 2, "script", [str(SCRIPT), how, str(rank), "5", str(tmp_path), start])
+    fit = Fit(tmp_path, 2, "script", [str(SCRIPT), how, str(rank), "5", str(tmp_path), start], forked=True)
     try:
         assert fit.ended(120)
     finally:
@@ -72,7 +73,7 @@ def test_the_launcher_of_functions_names_the_rank(start, how, rank, words, tmp_p
 
 def test_who_is_late_learns_what_the_first_rank_has_found_out(tmp_path):
     """Rank 1 of 3 is killed; rank 0, which serves the store, has ended when rank 2 meets what is missing."""
-    fit = Fit(tmp_path, 3, "torchrun", [str(SCRIPT), "late", "1", "5", str(tmp_path)])
+    fit = Fit(tmp_path, 3, "torchrun", [str(SCRIPT), "late", "1", "5", str(tmp_path)], forked=True)
     try:
         assert fit.ended(120)
     finally:
@@ -83,12 +84,12 @@ def test_who_is_late_learns_what_the_first_rank_has_found_out(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rank", "after", "launcher", "timeout"),
-    [(1, 0.0, "torchrun", 3.0), (0, 6.0, "script", 20.0)],
+    ("rank", "after", "launcher", "timeout", "forked"),
+    [(1, 0.0, "torchrun", 3.0, True), (0, 6.0, "script", 20.0, False)],
 )
-def test_killed_at_any_moment(rank, after, launcher, timeout, tmp_path):
+def test_killed_at_any_moment(rank, after, launcher, timeout, forked, tmp_path):
     """Before the processes have met, and later, by a clock; ``python -m tests.distributed.kills`` tries more."""
-    found = kill(rank, after, 2, launcher, tmp_path, timeout)
+    found = kill(rank, after, 2, launcher, tmp_path, timeout, forked=forked)
     assert found.right, found
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import random
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from .ranks import Forked
 
 SCRIPT = Path(__file__).parent / "slurm_worker.py"
 
@@ -35,25 +35,24 @@ def test_tasks_of_srun(nodes, each, tmp_path):
         "OMP_NUM_THREADS": "1", "LIGHTNING_ORT_MEASURE": "0",
     }  # fmt: skip
     places = [divmod(rank, each) for rank in range(2)]
+    files = [tmp_path / f"{rank}.out" for rank in range(2)]
     tasks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(tmp_path), str(nodes), str(each)],
-            env={
+        Forked(
+            [str(SCRIPT), str(tmp_path), str(nodes), str(each)],
+            {
                 **os.environ, **common,
                 "SLURM_PROCID": str(rank), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local),
             },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            files[rank],
         )
         for rank, (node, local) in enumerate(places)
     ]  # fmt: skip
     try:
-        outputs = [task.communicate(timeout=150)[0] for task in tasks]
+        codes = [task.wait(150) for task in tasks]
     finally:
         for task in tasks:
             task.kill()
-    assert [task.returncode for task in tasks] == [0, 0], "\n".join(outputs)[-4000:]
+    assert codes == [0, 0], "\n".join(file.read_text() for file in files)[-4000:]
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert first["of slurm"] and second["of slurm"]
     assert [first["rank"], second["rank"]] == [(rank, *place, 2) for rank, place in enumerate(places)]
