@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import importlib.util
@@ -29,6 +30,25 @@ torch._dynamo.guards.profile_guard_manager = lambda *arguments: 0.0
 torch._logging._internal.trace_log = logging.Logger("nobody listens to")
 
 _TESTS = itertools.count(1)
+
+
+def _read_once() -> None:
+    """torch's exporter reads its table of operators, which never changes, for each export: half a second."""
+    if importlib.util.find_spec("onnxscript") is None:
+        return
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    tables = functools.cache(ONNXRegistry.from_torchlib)
+
+    def from_torchlib(**opset: int) -> ONNXRegistry:
+        table = copy.copy(tables(**opset))
+        table.functions = {target: [*functions] for target, functions in table.functions.items()}
+        return table
+
+    ONNXRegistry.from_torchlib = staticmethod(from_torchlib)
+
+
+_read_once()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,7 +13,7 @@ import onnx
 import onnx.numpy_helper
 import pytest
 
-pytestmark = pytest.mark.stock_only
+pytestmark = pytest.mark.either_build
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "language_model.py"
 

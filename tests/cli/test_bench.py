@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from modules import Classifier, TableData
 from parity import quiet
 
-pytestmark = pytest.mark.stock_only
+pytestmark = pytest.mark.either_build
 
 pytest.importorskip("jsonargparse")
 

@@ -153,7 +153,7 @@ print(main(["doctor"]), main(["fit", "--config=no.yaml"]))
 """
 
 
-@pytest.mark.stock_only
+@pytest.mark.either_build
 def test_without_onnxruntime(tmp_path):
     """All packages but ONNX Runtime: the package is imported, and says what to install."""
     site = tmp_path / "site"
@@ -178,7 +178,7 @@ def test_without_onnxruntime(tmp_path):
     assert "See also: lightning-ort doctor" in run.stderr
 
 
-@pytest.mark.stock_only
+@pytest.mark.either_build
 def test_two_processes_meet(capsys, monkeypatch):
     assert doctor.meet() is None
     # one that gloo cannot use ends both at once

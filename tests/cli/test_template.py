@@ -19,7 +19,7 @@ import yaml
 from parity import needs_ort, quiet
 
 pytest.importorskip("jsonargparse")
-pytestmark = [needs_ort, pytest.mark.stock_only]
+pytestmark = [needs_ort, pytest.mark.either_build]
 
 ROOT = Path(__file__).parents[2]
 

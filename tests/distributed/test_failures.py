@@ -19,7 +19,7 @@ from lightning_ort.distributed.rendezvous import fresh_part
 
 from .kills import Fit, kill
 
-pytestmark = pytest.mark.stock_only  # how processes end is the same beside any ONNX Runtime
+pytestmark = pytest.mark.either_build  # how processes end is the same beside any ONNX Runtime
 
 SCRIPT = Path(__file__).parent / "failing.py"
 

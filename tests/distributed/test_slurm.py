@@ -26,7 +26,7 @@ def free_job() -> int:
         return job
 
 
-@pytest.mark.stock_only
+@pytest.mark.either_build
 @pytest.mark.parametrize(("nodes", "each"), [(1, 2), (2, 1)], ids=["one-node", "two-nodes"])
 def test_tasks_of_srun(nodes, each, tmp_path):
     common = {

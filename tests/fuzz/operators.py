@@ -142,7 +142,7 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", nargs="+", default=["float32"], help="one after the other")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--samples", type=int, default=3, help="of each operator")
     parser.add_argument("--every", type=int, default=1, help="leave others of the operators out")
@@ -151,11 +151,15 @@ def main() -> None:
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    dtype = getattr(torch, options.dtype)
     start, done, failed = time.monotonic(), 0, 0
     # convolutions round to 10 bits by default on a GPU, of which the bounds here know nothing
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        for op in operators(dtype, options.names, options.device)[:: options.every]:
+        chosen = [
+            (op, dtype)
+            for dtype in (getattr(torch, name) for name in options.dtype)
+            for op in operators(dtype, options.names, options.device)[:: options.every]
+        ]
+        for op, dtype in chosen:
             for number, sample in enumerate(samples(op, dtype, options.samples, options.device)):
                 if time.monotonic() - start > options.seconds:
                     break
@@ -163,7 +167,7 @@ def main() -> None:
                 done += 1
                 if problem is not None:
                     failed += 1
-                    print(f"{op.full_name} {options.dtype}, sample {number}: {problem}", flush=True)
+                    print(f"{op.full_name} {dtype}, sample {number}: {problem}", flush=True)
     print(f"{done} samples, {failed} failed, {time.monotonic() - start:.0f} s")
     raise SystemExit(bool(failed))
 

@@ -17,13 +17,13 @@ def faults(first: int, count: int, formats: tuple[str, ...]) -> tuple[list[files
 
 
 def test_damaged_files_are_read_or_refused_by_name():
-    wrong, kinds = faults(_FIRST, 250, _QUICK)
+    wrong, kinds = faults(_FIRST, 150, _QUICK)
     assert not wrong
     assert kinds == {f"{name} {what}" for name in _QUICK for what in ("read", "refused")}
 
 
 def test_damaged_files_of_sessions():
-    wrong, kinds = faults(_FIRST, 25, ("portable", "ort_training", "gradients", "session"))
+    wrong, kinds = faults(_FIRST, 15, ("portable", "ort_training", "gradients", "session"))
     assert not wrong
     assert any(kind.endswith("refused") for kind in kinds)
 

@@ -10,9 +10,8 @@ import pytest
 pytestmark = pytest.mark.stock_only
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_operators(dtype):
-    command = [sys.executable, "-m", "tests.fuzz.operators", "--dtype", dtype, "--samples", "1", "--every", "40"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+def test_operators():
+    command = [sys.executable, "-m", "tests.fuzz.operators", "--dtype", "float32", "bfloat16"]
+    done = subprocess.run([*command, "--samples", "1", "--every", "40"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert int(done.stdout.split()[-6]) >= 8, done.stdout
+    assert int(done.stdout.split()[-6]) >= 16, done.stdout

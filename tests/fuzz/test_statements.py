@@ -7,7 +7,7 @@ import pytest
 from . import statements
 from .statements import STATEMENTS, TENSOR_STATEMENTS, check
 
-pytestmark = [pytest.mark.stock_only, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.either_build, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.mark.parametrize("part", range(8))
