@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import math
+import operator
 from typing import Any
 
 import onnx_ir as ir
@@ -13,7 +15,6 @@ from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of
 from lightning_ort.compiler.lowering.comparisons import sign_is_negative
 from lightning_ort.compiler.lowering.elementwise import exponential, operands, square_root
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
-from lightning_ort.compiler.lowering.saturation import Reader, nearness_read
 from lightning_ort.runtime.providers.cpu import gives
 
 aten = torch.ops.aten
@@ -44,16 +45,66 @@ for _name, _op in {
     lowers(getattr(aten, _name).default)(_unary(_op))
 
 
+# -- functions between bounds: could anybody notice a result that lies outside by a rounding? ------------------------
+
+_BLURRING = {
+    aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.convolution, aten.convolution_backward, aten.sum, aten.mean,
+    aten.exp, aten.tanh, aten.sigmoid, aten.erf, aten.sin, aten.cos, aten._softmax, aten._log_softmax,
+    aten.native_layer_norm, aten.native_group_norm, aten.native_batch_norm, aten._native_batch_norm_legit_functional,
+}  # fmt: skip
+"""What reads numbers to no more digits than they have: a sum has lost the bound, and these are smooth everywhere."""
+
+_CARRYING = {
+    aten.mul, aten.add, aten.sub, aten.rsub, aten.neg, aten.abs, aten.square, aten.relu, aten.view, aten.reshape,
+    aten._unsafe_view, aten.permute, aten.transpose, aten.t, aten.expand, aten.squeeze, aten.unsqueeze, aten.select,
+    aten.slice, aten.cat, aten.stack, aten.split, aten.split_with_sizes, aten.clone, aten.alias, aten.flip,
+}  # fmt: skip
+"""What may lead to 1 - x², which is not below zero where x has kept its bounds."""
+
+_MOST = 60
+"""nodes that are looked at"""
+
+
+class _Reader(enum.Enum):
+    """Of how near a number comes to a bound."""
+
+    NOBODY = "nobody"
+    OUTSIDE = "whoever gets the results"
+    FUNCTION = "a function in the graph"
+
+
+def _nearness_read(node: fx.Node) -> _Reader:
+    """Who reads how near ``node`` comes to its bounds, which rounding may exceed by a unit in the last place.
+
+    A logarithm, a root, an arc cosine or a comparison does, also of what was computed from it.
+    """
+    seen, waiting, reader = {node}, [node], _Reader.NOBODY
+    while waiting:
+        for user in waiting.pop().users:
+            packet = getattr(user.target, "overloadpacket", None)
+            if packet in _BLURRING or user in seen:
+                continue
+            if user.op == "output":
+                reader = _Reader.OUTSIDE
+                continue
+            is_power = packet is aten.pow and isinstance(user.args[1], int) and user.args[1] >= 0
+            if (packet not in _CARRYING and not is_power and user.target is not operator.getitem) or len(seen) > _MOST:
+                return _Reader.FUNCTION
+            seen.add(user)
+            waiting.append(user)
+    return reader
+
+
 @lowers(aten.tanh.default)
 def tanh(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
     """Tanh, which in float32 is off by five units in the last place, and 1.0000002 for some numbers below 9."""
     dtype = dtype_of(node)
     value = g.operand(x, dtype)
     result = g.op("Tanh", value)
-    reader = Reader.NOBODY if dtype == torch.float64 else nearness_read(node)
-    if reader is Reader.OUTSIDE:
+    reader = _Reader.NOBODY if dtype == torch.float64 else _nearness_read(node)
+    if reader is _Reader.OUTSIDE:
         return g.op("Clip", result, g.constant(-1, dtype), g.constant(1, dtype))
-    if reader is Reader.NOBODY:
+    if reader is _Reader.NOBODY:
         return result
     one, size = g.constant(1, dtype), g.op("Abs", value)
     power = g.op("Exp", g.op("Mul", size, g.constant(-2, dtype)))
@@ -92,7 +143,7 @@ def sigmoid(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
     dtype = dtype_of(node)
     value = g.operand(x, dtype)
     absolute = dtype != torch.float64 and all(_counts_absolutely(user, node) for user in node.users)
-    if absolute and nearness_read(node) is Reader.NOBODY:
+    if absolute and _nearness_read(node) is _Reader.NOBODY:
         return g.op("Sigmoid", value)
     return g.op("Reciprocal", g.op("Add", g.op("Exp", g.op("Neg", value)), g.constant(1, dtype)))
 
