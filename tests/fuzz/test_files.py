@@ -17,7 +17,7 @@ def faults(first: int, count: int, formats: tuple[str, ...]) -> tuple[list[files
 
 
 def test_damaged_files_are_read_or_refused_by_name():
-    wrong, kinds = faults(_FIRST, 150, _QUICK)
+    wrong, kinds = faults(_FIRST, 250, _QUICK)
     assert not wrong
     assert kinds == {f"{name} {what}" for name in _QUICK for what in ("read", "refused")}
 
