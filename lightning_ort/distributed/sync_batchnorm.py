@@ -77,8 +77,7 @@ class SyncBatchNorm(_BatchNorm):
             ValueError: there are fewer than two dimensions.
         """
         self._check_input_dim(input)
-        by_batch = self.training or not self.track_running_stats
-        if not (by_batch and dist.is_available() and dist.is_initialized() and self._world_size() > 1):
+        if not (self.training and dist.is_available() and dist.is_initialized() and self._world_size() > 1):
             return super().forward(input)
         dims = [d for d in range(input.dim()) if d != 1]
         shape = [1, -1] + [1] * (input.dim() - 2)
@@ -90,7 +89,7 @@ class SyncBatchNorm(_BatchNorm):
         mean = totals[:-1] / count
         centered = x - mean.view(shape)
         variance = _sum_over_processes(centered.square().sum(dims), self.process_group) / count
-        if self.training and self.track_running_stats:
+        if self.track_running_stats:
             self._note(mean.detach(), variance.detach(), count)
         result = centered * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:

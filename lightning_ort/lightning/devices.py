@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import warnings
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from typing_extensions import override
 
 from lightning_ort.checkpoints import ORTCheckpointIO
@@ -379,6 +381,35 @@ class OnDevices(Devices):
         if self._parallel.shard_optimizer and self.several:
             schedulers = [config.scheduler for config in self.lr_scheduler_configs]
             self.optimizers = [sharded(optimizer, schedulers) for optimizer in self.optimizers]
+
+    @override
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        assert self.lightning_module is not None
+        self._reduced = {id(p) for p in self.lightning_module.parameters() if p.requires_grad}
+
+    def _take_in_thawed(self) -> None:
+        """Wrap the module anew if parameters want gradients that were frozen, as by ``BackboneFinetuning``.
+
+        A ``DistributedDataParallel`` reduces the gradients of those that are not frozen when it is made.
+        """
+        reduced = self._reduced
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        if all(id(p) in reduced or not p.requires_grad for group in groups for p in group["params"]):
+            return
+        self.model = self.lightning_module
+        gc.collect()  # the other one's hooks go with it
+        state = self._ddp_comm_state
+        if isinstance(state, PowerSGDState):  # what was left out, by number of a bucket
+            for left in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
+                left.clear()
+        given = self._ddp_kwargs
+        # ranks of local SGD have weights of their own
+        self._ddp_kwargs = {**given, "init_sync": not isinstance(state, PostLocalSGDState)}
+        try:
+            self.configure_ddp()
+        finally:
+            self._ddp_kwargs = given
 
     @override
     def _register_ddp_hooks(self) -> None:

@@ -292,6 +292,8 @@ class ORTStrategy(EngineOptions, OnDevices):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.model is not self.lightning_module:
+            self._take_in_thawed()
         output = self._call("training_step", self.precision_plugin.train_step_context, *args, **kwargs)
         # with several devices, what reduces gradients waits for them in autograd
         if self.model is self.lightning_module:

@@ -80,8 +80,11 @@ def _elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _divide(a: Any, b: Any) -> Any:
     """Whole numbers are divided towards zero, as ONNX does for integers."""
-    if _is_open(a, b) and _known(a >= 0) and _known(b > 0):
-        return a // b
+    if _is_open(a, b) and _known(b > 0):
+        if _known(a >= 0):
+            return a // b
+        if _known(a <= 0):
+            return -(-a // b)
     quotient = abs(a) // abs(b)
     return quotient if bool(a >= 0) == bool(b > 0) else -quotient
 
@@ -259,6 +262,8 @@ def flatten(value: list[Any], *, axis: int = 1) -> list[Any]:
 def _reduction(function: Callable[[Any, Any], Any], start: Any) -> Callable[..., Any]:
     def reduce(values: Sequence[Any], axes: Any = None, *, keepdims: int = 1, noop_with_empty_axes: int = 0) -> Any:
         rest = list(values)
+        if noop_with_empty_axes and not axes:
+            return rest
         result = rest.pop(0) if rest else start
         for v in rest:
             result = function(result, v)

@@ -22,7 +22,18 @@ def results(world: int, folder: Path, *scenarios: str) -> list[dict[str, Any]]:
 
 SCENARIOS = ("images", "images32", "text", "text32", "recurrent", "adversaries", "synced")
 # what the strategy does around graphs, whoever runs them
-AROUND = ("hooks", "combined", "sharded", "overflowing", "agreement", "centred", "noted", "in turns")
+AROUND = (
+    "hooks",
+    "combined",
+    "sharded",
+    "overflowing",
+    "agreement",
+    "centred",
+    "noted",
+    "in turns",
+    "thawed",
+    "own statistics",
+)
 OF_FOUR = ("images", "synced", "combined")
 
 
@@ -38,7 +49,7 @@ def of_four(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def of_one(tmp_path_factory):
-    return results(1, tmp_path_factory.mktemp("one"), "synced")[0]
+    return results(1, tmp_path_factory.mktemp("one"), "synced", "thawed")[0]
 
 
 def weights(found: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -141,6 +152,22 @@ def test_steps_are_left_out_by_all_ranks(of_two):
     assert [skipped for _, skipped in first["scale"]] == [0, 0, 1, 1, 1, 1, 1, 1]
     assert_ranks_equal([first["ort"], second["ort"]])
     assert all(x.isfinite().all() for x in weights(first["ort"]).values())
+
+
+@pytest.mark.stock_only
+@pytest.mark.parametrize("fit", ["ort", "sharded", "powersgd"])
+def test_parameters_that_were_frozen_when_processes_began(of_one, of_two, fit):
+    """Their gradients are those of one process with the batches of all, which "ddp" does not see to."""
+    assert_ranks_equal([rank["thawed"][fit] for rank in of_two])
+    if fit != "powersgd":
+        assert_close(of_two[0]["thawed"][fit], of_one["thawed"]["ort"], 1e-9)
+
+
+@pytest.mark.stock_only
+def test_evaluation_by_the_statistics_of_a_batch_exchanges_nothing(of_two):
+    for rank in of_two:
+        found = rank["own statistics"]
+        torch.testing.assert_close(found["ort"], found["eager"], rtol=0, atol=1e-6)
 
 
 @pytest.mark.stock_only

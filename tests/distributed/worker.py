@@ -19,13 +19,14 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import BaseFinetuning, Callback
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_ort import ORTPrecision, ORTStrategy
 from lightning_ort.distributed import adasum, adasum_hook
+from lightning_ort.distributed.sync_batchnorm import SyncBatchNorm
 from lightning_ort.lightning.steps import CompiledSteps
 from lightning_ort.report import StepReport
 
@@ -133,6 +134,24 @@ class Scale(Callback):
             self.seen.append((plugin.scaling.scale, plugin.skipped_steps))
 
 
+class Thawed(Recurrent):
+    """The recurrent layer is frozen when the processes begin, and trained from the second epoch on."""
+
+    def configure_callbacks(self):
+        class Thaw(BaseFinetuning):
+            def freeze_before_training(self, module):
+                self.freeze(module.lstm)
+
+            def finetune_function(self, module, epoch, optimizer):
+                if epoch == 1:
+                    self.unfreeze_and_add_param_group(module.lstm, optimizer, lr=0.5)
+
+        return [Thaw()]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.head.parameters(), 0.5)
+
+
 class Overflowing(Recurrent):
     """One rank meets a loss that is infinite in the third step."""
 
@@ -207,6 +226,22 @@ def compared(
 def synced(**flags: Any) -> dict[str, Any]:
     """Statistics of all ranks."""
     return {"ort": outcome(fit(Images, ours(), sync_batchnorm=True, **flags))}
+
+
+def thawed() -> dict[str, Any]:
+    found = {"ort": outcome(fit(Thawed, ours())), "sharded": outcome(fit(Thawed, ours(shard_optimizer=True)))}
+    powersgd = {
+        "ddp_comm_state": powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=3),
+        "ddp_comm_hook": powerSGD_hook.powerSGD_hook,
+    }
+    return {**found, "powersgd": outcome(fit(Thawed, ours(**powersgd), precision="32-true"))}
+
+
+def own_statistics() -> dict[str, Any]:
+    """A layer without running statistics, in evaluation, of this rank's rows."""
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+    layer = SyncBatchNorm(4, track_running_stats=False).eval()
+    return {"ort": layer(x).detach(), "eager": nn.BatchNorm1d(4, track_running_stats=False)(x).detach()}
 
 
 class Alone(Recurrent):
@@ -447,6 +482,8 @@ def scenarios_in(folder: Path) -> dict[str, Any]:
         "adversaries": lambda: compared(Adversaries, unused=True),
         "synced": synced,
         "synced as torch": lambda: compared(Images, sync_batchnorm=True),  # whose own refuses the CPU
+        "thawed": thawed,
+        "own statistics": own_statistics,
         "hooks": hooks,
         "combined": combined,
         "sharded": lambda: sharded(folder),

@@ -266,6 +266,14 @@ def test_sizes_stay_numbers_through_casts_and_arithmetic() -> None:
     assert module(torch.zeros(5, 4, 2))[0].shape == (5, 8, 1)
 
 
+@pytest.mark.parametrize("operator", ["ReduceSum", "ReduceProd", "ReduceMax", "ReduceMin"])
+def test_sizes_that_are_reduced_along_no_axis_stay_as_they_are(operator: str) -> None:
+    text = f"""g (float[N,6] x) => (float[A,B] y) {{
+        s = Shape(x) t = {operator}<noop_with_empty_axes=1>(s) all = {operator}(s)
+        zero = Sub(all, all) u = Add(t, zero) y = Reshape(x, u) }}"""
+    assert to_torch(parse(text, 20))(torch.zeros(4, 6))[0].shape == (4, 6)
+
+
 IF = """g (float[2] x, bool c) => (float[2] y) {
     k = Constant<value = bool {1}>()
     y = If(CONDITION) <

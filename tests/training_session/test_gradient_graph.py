@@ -322,6 +322,26 @@ def test_an_initializer_that_is_an_input_as_well_is_an_initializer_of_the_result
     assert "w" in {i.name for i in made.graph.initializer}
 
 
+def test_whole_numbers_are_divided_by_a_number() -> None:
+    text = "g (int64[5] ids) => (float loss) { q = Div(ids, three) y = Gather(w, q) loss = ReduceMean<keepdims=0>(y) }"
+    model = parse(text, 20, w=floats(4, 2), three=np.array(3))
+    ids = np.array([0, 3, 5, 9, 11])
+    found = run(gradient_model(model, {"loss"}, {"w"}, "loss"), {"ids": ids})
+    assert found["loss"] == pytest.approx(floats(4, 2)[ids // 3].mean(), rel=1e-6)
+    np.testing.assert_allclose(found["w_grad"], 0.1 * np.bincount(ids // 3)[:, None].repeat(2, 1), rtol=1e-6)
+
+
+def test_statistics_of_16_bit_numbers_are_of_32() -> None:
+    text = """g (float16[4,6] x) => (float loss) { a = Mul(x, w) y, mean, inverse = LayerNormalization(a, w)
+        loss = ReduceMean<keepdims=0>(inverse) }"""
+    model = parse(text, 20, w=np.ones(6, np.float16))
+    x = (1e-3 * floats(4, 6)).astype(np.float16)
+    wanted = run(model.SerializeToString(), {"x": x})["loss"]
+    assert to_torch(model)(torch.from_numpy(x))[0].item() == pytest.approx(wanted, rel=1e-6)
+    found = run(gradient_model(model, {"loss"}, {"w"}, "loss"), {"x": x})
+    assert found["loss"] == pytest.approx(wanted, rel=1e-5)
+
+
 def test_sizes_that_must_be_divisible_stay_open() -> None:
     text = """g (float[N,6] x) => (float[M,12] y) {
         s = Constant<value = int64[2] {-1, 12}>() z = Reshape(x, s) y = Sigmoid(z) }"""

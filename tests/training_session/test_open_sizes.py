@@ -266,6 +266,10 @@ WINDOWS = {
     "MaxPool same": 'y = MaxPool<auto_pad="SAME_UPPER", strides=[2], kernel_shape=[3]>(h)',
     "MaxPool ceil": "y = MaxPool<ceil_mode=1, strides=[2], kernel_shape=[3]>(h)",
     "second half": "s = Shape<start=2>(x) i = Div(s, pair) y = Slice(h, i, end, pair)",
+    "rounded up": (
+        "s = Shape<start=2>(x) a = Neg(s) b = Div(a, pair) e = Neg(b) o = Constant<value = int64[1] {0}>() "
+        "y = Slice(h, o, e, pair)"
+    ),
     "reflect": 'y = Pad<mode="reflect">(h, two)',
     "linear": 'c = Constant<value = float[3] {1.0, 1.0, 1.7}>() y = Resize<mode="linear">(h, , c)',
     "edge": 'y = Pad<mode="edge">(h, two)',

@@ -31,7 +31,9 @@ def angle(x: Tensor) -> Tensor:
 @decomposes(aten.div.Tensor_mode)
 def div_mode(x: Tensor, y: Tensor, rounding_mode: str | None = None) -> Tensor:
     """In 16 bits torch rounds the quotient before it is truncated."""
-    if rounding_mode != "trunc" or x.dtype != y.dtype or x.dtype not in (torch.float16, torch.bfloat16):
+    # an operand may be a number, where another decomposition has asked
+    dtypes = {v.dtype if isinstance(v, Tensor) else None for v in (x, y)}
+    if rounding_mode != "trunc" or len(dtypes) > 1 or dtypes.isdisjoint((torch.float16, torch.bfloat16)):
         return NotImplemented
     return torch.trunc(x / y)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from onnx import TensorProto
 from torch import Tensor, nn
 
 from lightning_ort.errors import UnsupportedError
@@ -124,9 +125,11 @@ def layer_normalization(
     if n_outputs == 1:
         return y
     axes = list(range(axis, x.dim()))
-    mean = x.mean(axes, keepdim=True)
-    deviation = torch.rsqrt(x.var(axes, correction=0, keepdim=True) + epsilon)
-    return (y, mean, deviation)[:n_outputs]
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    mean = wide.mean(axes, keepdim=True)
+    deviation = torch.rsqrt(wide.var(axes, correction=0, keepdim=True) + epsilon)
+    stash = torch.bfloat16 if stash_type == TensorProto.BFLOAT16 else wide.dtype
+    return (y, mean.to(stash), deviation.to(stash))[:n_outputs]
 
 
 @operator("GroupNormalization")
