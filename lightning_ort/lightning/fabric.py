@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -13,7 +14,7 @@ from typing_extensions import override
 
 from lightning_ort.checkpoints import ORTCheckpointIO
 from lightning_ort.distributed.ranks import Ranks
-from lightning_ort.errors import CheckpointError
+from lightning_ort.errors import CheckpointError, UnsupportedError
 from lightning_ort.lightning.devices import PRECISIONS, Devices, check_precision
 from lightning_ort.lightning.engine import EngineOptions
 from lightning_ort.lightning.parallel import ParallelOptions
@@ -92,6 +93,7 @@ class ORTFabricStrategy(EngineOptions, Devices):
             device, accelerator, parallel_devices, checkpoint_io, cluster_environment, options, precision=precision
         )
         self._names: Counter[str] = Counter()
+        self._frozen: dict[int, tuple[str, weakref.ref[torch.nn.Parameter]]] = {}  # when their module was set up
 
     # -- devices --------------------------------------------------------------------------------------------------
 
@@ -144,6 +146,11 @@ class ORTFabricStrategy(EngineOptions, Devices):
         from lightning_ort.lightning.fabric_module import CompiledModule
 
         self._resolve(self.root_device)
+        for name, p in module.named_parameters():
+            if self.several and not p.requires_grad:
+                self._frozen[id(p)] = (name, weakref.ref(p))
+            else:
+                self._frozen.pop(id(p), None)
         # inside of DistributedDataParallel, which takes note of each pass, whatever is compiled
         return super().setup_module(CompiledModule(module, self))  # type: ignore[misc]
 
@@ -154,9 +161,27 @@ class ORTFabricStrategy(EngineOptions, Devices):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, **kwargs: Any) -> Any:  # type: ignore[override]
+        if self._frozen:
+            self._check_thawed(optimizer)
         self._before_update(optimizer)
         with self._hooked_optimizers.stepping(optimizer):
             return super().optimizer_step(optimizer, **kwargs)
+
+    def _check_thawed(self, optimizer: Optimizer) -> None:
+        """
+        Raises:
+            UnsupportedError: a gradient is of this process alone, since its parameter was frozen when
+                ``DistributedDataParallel`` took note of those that have some.
+        """
+        for p in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+            name, known = self._frozen.get(id(p), ("", None))
+            if known is not None and known() is p:
+                raise UnsupportedError(
+                    f"The parameter {name!r} has a gradient, but it was frozen at fabric.setup: processes do not "
+                    "average it, and their weights would come apart. Expected parameters that want gradients at "
+                    "fabric.setup. Freeze it after fabric.setup (with find_unused_parameters=True), or set its module "
+                    "up again, unfrozen: model = fabric.setup_module(model.module)."
+                )
 
     def name_of(self, module: torch.nn.Module) -> str:
         """What the report calls ``module``: its class, with a number from the second one of that class on."""

@@ -155,7 +155,7 @@ def _fixed_exponents(model: onnx.ModelProto) -> set[str]:
         powers = [n for n in graph.node if n.op_type == "Pow" and n.domain in _ONNX and n.input[1] in numbers]
         makers = {name: node for node in graph.node for name in node.output} if powers else {}
         for node in powers:
-            exponent = numpy_helper.to_array(numbers[node.input[1]])
+            exponent = numpy_helper.to_array(numbers[node.input[1]]).astype(np.float64)
             whole = np.all((exponent == np.round(exponent)) & (exponent >= 2))
             if whole and not _is_positive(node.input[0], makers, numbers):
                 found.add(node.input[1])
@@ -180,11 +180,9 @@ def _is_positive(
         return len(node.input) > 1 and _is_positive(node.input[1], makers, numbers, depth - 1)
     if node.op_type not in _KEEPING_SIGNS:
         return False
-    several = node.op_type in ("Add", "Concat", "Div", "Mul", "Sum")
-    answers = [_is_positive(n, makers, numbers, depth - 1) for n in (node.input if several else node.input[:1])]
-    if node.op_type == "Max":
-        return any(_is_positive(n, makers, numbers, depth - 1) for n in node.input)
-    return all(answers)
+    operands = node.input if node.op_type in ("Add", "Concat", "Div", "Max", "Mul", "Sum") else node.input[:1]
+    answers = (_is_positive(operand, makers, numbers, depth - 1) for operand in operands)
+    return any(answers) if node.op_type == "Max" else all(answers)
 
 
 def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_ort  # noqa: F401 - registers the strategy
+import lightning_ort
 
 
 class Net(nn.Module):
@@ -72,10 +72,40 @@ def train(strategy: str, folder: Path) -> dict[str, Any]:
     return found
 
 
+def thaw() -> dict[str, Any]:
+    """What is said of a layer that is trained although it was frozen at its set-up, and after another set-up."""
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ort", precision="64-true")
+    fabric.launch()
+    torch.manual_seed(0)
+    module = Net()
+    x, y = torch.randn(8, 6, dtype=torch.float64) + fabric.global_rank, torch.arange(8) % 3
+    module.body[0].requires_grad_(False)
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), 0.1))
+
+    def step() -> str:
+        optimizer.zero_grad()
+        fabric.backward(F.cross_entropy(model(x), y))
+        before = copy.deepcopy(module.state_dict())
+        try:
+            optimizer.step()
+        except lightning_ort.UnsupportedError as error:
+            assert all(torch.equal(v, before[name]) for name, v in module.state_dict().items())
+            return str(error)
+        return ""
+
+    said = [step()]
+    module.body[0].requires_grad_()
+    said.append(step())
+    model = fabric.setup_module(module)
+    said.append(step())
+    return {"said": said, "weights": {name: p.detach() for name, p in module.named_parameters()}}
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     found = {strategy: train(strategy, folder) for strategy in ("ddp", "ort")}
+    found["thawed"] = thaw()
     torch.save(found, folder / f"{torch.distributed.get_rank()}.pt")
 
 

@@ -45,6 +45,14 @@ def test_checkpoints_have_the_names_of_the_module(ranks):
         assert rank["ort"]["again"] and rank["ort"]["names"] == rank["ddp"]["names"] == list(rank["ort"]["weights"])
 
 
+def test_gradients_that_processes_do_not_average_are_refused(ranks):
+    first, second = (rank["thawed"] for rank in ranks)
+    for frozen, thawed, again in (first["said"], second["said"]):
+        assert frozen == again == ""
+        assert "The parameter 'body.0.weight' has a gradient, but it was frozen at fabric.setup" in thawed
+    assert all(torch.equal(x, second["weights"][name]) for name, x in first["weights"].items())
+
+
 def test_the_script_ends(tmp_path):
     """One thread for all Fabrics, which has ended before the interpreter does."""
     fit = Fit(tmp_path, 2, "torchrun", [str(Path(__file__).parent / "fabric_exit.py"), "8"])
