@@ -12,7 +12,7 @@ from onnx import numpy_helper
 
 from lightning_ort.errors import UnsupportedError
 from lightning_ort.onnx_reader.registry import OPERATORS, Operator
-from lightning_ort.onnx_reader.values import bodies
+from lightning_ort.onnx_reader.values import bodies, subgraphs
 from lightning_ort.runtime.tensors import TORCH
 
 __all__ = ["FLOATS", "state_initializers", "trainable_initializers", "weight_initializers"]
@@ -110,7 +110,7 @@ def _reached(graph: onnx.GraphProto) -> set[str]:
 
 
 def _stops_gradients(node: onnx.NodeProto) -> bool:
-    if node.op_type in ("Cast", "CastLike"):
+    if node.op_type == "Cast":
         return any(a.name == "to" and a.i not in FLOATS for a in node.attribute)
     return node.domain in _ONNX and node.op_type in _WITHOUT_GRADIENTS
 
@@ -151,7 +151,7 @@ def _fixed_exponents(model: onnx.ModelProto) -> set[str]:
     """
     numbers = {i.name: i for i in model.graph.initializer if i.data_type in FLOATS}
     found = set()
-    for graph in _graphs(model.graph):
+    for graph in (model.graph, *subgraphs(model.graph)):
         powers = [n for n in graph.node if n.op_type == "Pow" and n.domain in _ONNX and n.input[1] in numbers]
         makers = {name: node for node in graph.node for name in node.output} if powers else {}
         for node in powers:
@@ -183,13 +183,6 @@ def _is_positive(
     operands = node.input if node.op_type in ("Add", "Concat", "Div", "Max", "Mul", "Sum") else node.input[:1]
     answers = (_is_positive(operand, makers, numbers, depth - 1) for operand in operands)
     return any(answers) if node.op_type == "Max" else all(answers)
-
-
-def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    yield graph
-    for node in graph.node:
-        for body in bodies(node):
-            yield from _graphs(body)
 
 
 # -- what torch's exporter notes ------------------------------------------------------------------------------------
@@ -281,7 +274,7 @@ def _notes(model: onnx.ModelProto) -> _Notes | None:
 
 def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
     """The nodes of ``graph``, and those in its branches and bodies."""
-    for part in _graphs(graph):
+    for part in (graph, *subgraphs(graph)):
         yield from part.node
 
 

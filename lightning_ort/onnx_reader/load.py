@@ -16,7 +16,7 @@ from lightning_ort.files.reading import refusing
 from lightning_ort.onnx_reader.initializers import FLOATS
 from lightning_ort.onnx_reader.reader import CONTROL_FLOW, names_read, names_read_by
 from lightning_ort.onnx_reader.registry import OPERATORS
-from lightning_ort.onnx_reader.values import bodies, label_of
+from lightning_ort.onnx_reader.values import bodies, label_of, subgraphs
 from lightning_ort.runtime.tensors import TORCH
 from lightning_ort.validation import listed, path
 
@@ -150,11 +150,11 @@ def _lifted(proto: onnx.ModelProto) -> onnx.ModelProto:
 
     One whose name another value of the model has gets a number behind it.
     """
-    if not any(i.data_type in FLOATS for graph in _subgraphs(proto.graph) for i in graph.initializer):
+    if not any(i.data_type in FLOATS for graph in subgraphs(proto.graph) for i in graph.initializer):
         return proto
     lifted = onnx.ModelProto()
     lifted.CopyFrom(proto)
-    graphs = [lifted.graph, *_subgraphs(lifted.graph)]
+    graphs = [lifted.graph, *subgraphs(lifted.graph)]
     inside = [(graph, i.name) for graph in graphs[1:] for i in graph.initializer if i.data_type in FLOATS]
     moved = {name for _, name in inside}
     taken = set().union(*map(_names, graphs)) - moved | (_names(lifted.graph) & moved)
@@ -173,14 +173,6 @@ def _lifted(proto: onnx.ModelProto) -> onnx.ModelProto:
     return lifted
 
 
-def _subgraphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """The branches and bodies in ``graph``, and those in them."""
-    for node in graph.node:
-        for body in bodies(node):
-            yield body
-            yield from _subgraphs(body)
-
-
 def _names(graph: onnx.GraphProto) -> set[str]:
     """The names that ``graph`` gives to values, without those in its branches and bodies."""
     return {v.name for v in [*graph.initializer, *graph.input]} | {o for node in graph.node for o in node.output}
@@ -188,7 +180,7 @@ def _names(graph: onnx.GraphProto) -> set[str]:
 
 def _rename(graph: onnx.GraphProto, old: str, new: str) -> None:
     """Let everything in ``graph`` that reads ``old`` read ``new``."""
-    for inner in (graph, *_subgraphs(graph)):
+    for inner in (graph, *subgraphs(graph)):
         for node in inner.node:
             node.input[:] = [new if name == old else name for name in node.input]
         for output in inner.output:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,6 +23,7 @@ __all__ = [
     "bodies",
     "dtype_from",
     "label_of",
+    "subgraphs",
     "tensor_from",
 ]
 
@@ -101,6 +103,14 @@ def attributes_of(node: onnx.NodeProto) -> dict[str, Any]:
 def bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:
     """The branches or the body of ``node``."""
     return [a.g for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
+
+
+def subgraphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """The branches and bodies in ``graph``, and those in them."""
+    for node in graph.node:
+        for body in bodies(node):
+            yield body
+            yield from subgraphs(body)
 
 
 def label_of(node: onnx.NodeProto) -> str:
