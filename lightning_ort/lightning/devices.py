@@ -384,7 +384,7 @@ class OnDevices(Devices):
 
     @override
     def configure_ddp(self) -> None:
-        """Called by Lightning and :meth:`_take_in_thawed`: wrap the module, and note whose gradients are reduced."""
+        """Called by Lightning, and anew when parameters thaw: wrap the module, and note whose gradients are reduced."""
         super().configure_ddp()
         assert self.lightning_module is not None
         self._reduced = {id(p) for p in self.lightning_module.parameters() if p.requires_grad}
