@@ -63,8 +63,9 @@ def _written_out(proto: onnx.ModelProto, wanted: Collection[str] | None) -> onnx
     opset = _opset(proto)
     if opset is None or not _MIN_OPSET <= opset <= _MAX_OPSET:
         raise UnsupportedError(
-            f"The model is written for ONNX opset {opset}; opsets {_MIN_OPSET} to {_MAX_OPSET} can be read. Convert it "
-            "with onnx.version_converter.convert_version(model, 18), or export it again with opset_version=18."
+            f"The model is written for ONNX opset {opset}; opsets {_MIN_OPSET} to {_MAX_OPSET} can be read. Export it "
+            "again with opset_version=18, or convert it with onnx.version_converter.convert_version(model, 18), which "
+            "has no way back for operators that a later opset has introduced."
         )
     if any(_unknown(proto.graph.node)):
         proto = _needed(proto, wanted)

@@ -112,9 +112,14 @@ class Enum:
         self.name = name
 
 
-def test_an_onnx_model_with_the_arguments_of_the_training_wheel(onnx_model, tmp_path):
+@pytest.mark.parametrize("declared", [True, False], ids=["declared", "inferred"])
+def test_an_onnx_model_with_the_arguments_of_the_training_wheel(declared, onnx_model, tmp_path):
+    given = onnx.ModelProto()
+    given.CopyFrom(onnx_model)
+    if not declared:  # the target has the shape of what it is compared with
+        given.graph.output[0].type.tensor_type.ClearField("shape")
     generate_artifacts(
-        onnx_model, requires_grad=["w1", "w2"], frozen_params=["b1"], loss=Enum("CrossEntropyLoss"),
+        given, requires_grad=["w1", "w2"], frozen_params=["b1"], loss=Enum("CrossEntropyLoss"),
         optimizer=SGD, artifact_directory=str(tmp_path), additional_output_names=["logits"],
     )  # fmt: skip
     weights = {i.name: torch.from_numpy(onnx.numpy_helper.to_array(i).copy()) for i in onnx_model.graph.initializer}
@@ -303,7 +308,13 @@ BAD = {
         {"optimizer": torch.optim.SGD(make().parameters(), 0.1)}, ValueError,
         "^optimizer: its 6 parameters are not those of the model, perhaps those of a copy of it",
     ),
-    "output": ({"additional_output_names": ["h"]}, UnsupportedError, "there is no result 'h'; there are loss, output"),
+    "output": (
+        {"additional_output_names": ["h"]}, UnsupportedError,
+        r"^additional_output_names: there is no result 'h'; there are loss, output\.$",
+    ),
+    "outputs": (
+        {"output_names": ["a", "b"]}, UnsupportedError, r"^output_names has 2 names for the 1 results of the model\.$",
+    ),
     "ort_format": ({"ort_format": True}, UnsupportedError, r"ort_format=True.*convert_onnx_models_to_ort <artifact_d"),
     "library": (
         {"custom_op_library": "ops.so"}, UnsupportedError, "custom_op_library='ops.so': .* cannot be differentiated",

@@ -16,7 +16,7 @@ from lightning_ort.compiler.aot.sizes import Size, independent, value_of
 from lightning_ort.errors import UnsupportedError
 from lightning_ort.onnx_reader.values import dtype_from
 
-__all__ = ["HINTS", "Fakes", "InputInfo", "input_infos", "input_type", "usual_hints"]
+__all__ = ["HINTS", "Fakes", "InputInfo", "info_of", "input_infos", "input_type", "usual_hints"]
 
 _PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67)
 
@@ -54,22 +54,26 @@ def input_infos(model: onnx.ModelProto) -> list[InputInfo]:
         UnsupportedError: an input is no tensor, or its number of dimensions is not given.
     """
     initializers = {i.name for i in model.graph.initializer}
-    found = []
-    for value in model.graph.input:
-        if value.name in initializers:
-            continue
-        kind = value.type.tensor_type
-        if not value.type.HasField("tensor_type") or not kind.HasField("shape"):
-            raise UnsupportedError(
-                f"Graph input {value.name!r} has no known number of dimensions; declare its shape in the ONNX file "
-                "(sizes that vary may be names)."
-            )
-        shape = tuple(
-            d.dim_value if d.HasField("dim_value") else (d.dim_param or f"{value.name}[{i}]")
-            for i, d in enumerate(kind.shape.dim)
+    return [info_of(value) for value in model.graph.input if value.name not in initializers]
+
+
+def info_of(value: onnx.ValueInfoProto, place: str = "input") -> InputInfo:
+    """What ``value``, an input of a graph or what ``place`` says, is declared to be.
+
+    Raises:
+        UnsupportedError: it is no tensor, or its number of dimensions is not given.
+    """
+    kind = value.type.tensor_type
+    if not value.type.HasField("tensor_type") or not kind.HasField("shape"):
+        raise UnsupportedError(
+            f"Graph {place} {value.name!r} has no known number of dimensions; declare its shape in the ONNX file "
+            "(sizes that vary may be names)."
         )
-        found.append(InputInfo(value.name, input_type(value), shape))
-    return found
+    shape = tuple(
+        d.dim_value if d.HasField("dim_value") else (d.dim_param or f"{value.name}[{i}]")
+        for i, d in enumerate(kind.shape.dim)
+    )
+    return InputInfo(value.name, input_type(value), shape)
 
 
 def input_type(value: onnx.ValueInfoProto) -> torch.dtype:

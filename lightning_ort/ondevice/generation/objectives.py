@@ -53,7 +53,8 @@ class Objective(nn.Module):
             return found
         unknown = [name for name in self.additional if name not in found]
         if unknown:
-            raise ValueError(f"there is no result {', '.join(map(repr, unknown))}; there are {', '.join(found)}")
+            missing = ", ".join(map(repr, unknown))
+            raise ResultError(f"additional_output_names: there is no result {missing}; there are {', '.join(found)}.")
         return {name: found[name] for name in dict.fromkeys([next(iter(found)), *self.additional])}
 
 
@@ -108,7 +109,10 @@ class LossOf(Objective):
         if self._loss_inputs is not None:
             missing = [n for n in self._loss_inputs if n not in results]
             if missing:
-                raise ValueError(f"loss_input_names: the model has no result {', '.join(map(repr, missing))}")
+                raise ResultError(
+                    f"loss_input_names: the model has no result {', '.join(map(repr, missing))}; it has "
+                    f"{', '.join(results)}."
+                )
             arguments = [results[n] for n in self._loss_inputs]
         else:
             arguments = [returned]
@@ -151,20 +155,20 @@ def named_results(returned: Any, names: Sequence[str] | None) -> dict[str, Any]:
         found = {"output": parts[0]} if len(parts) == 1 else {f"output_{i}": p for i, p in enumerate(parts)}
     if names is not None:
         if len(names) != len(found):
-            raise ValueError(f"output_names has {len(names)} names for the {len(found)} results of the model")
+            raise ResultError(f"output_names has {len(names)} names for the {len(found)} results of the model.")
         found = dict(zip(names, found.values(), strict=True))
     return found
 
 
-class LossError(ValueError):
-    """What is to be the loss is none."""
+class ResultError(ValueError):
+    """What the model returns is no loss, or not what the user has named."""
 
 
 def _check(loss: Any, what: str) -> None:
     if not isinstance(loss, Tensor):
-        raise LossError(f"{what} is a {type(loss).__name__}; expected a tensor with one number.")
+        raise ResultError(f"{what} is a {type(loss).__name__}; expected a tensor with one number.")
     if loss.numel() != 1 or not loss.is_floating_point():
-        raise LossError(
+        raise ResultError(
             f"{what} is {loss.dtype} of shape {tuple(loss.shape)}; expected one floating-point number, such as a mean."
         )
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_ort.compiler.aot.inputs import InputInfo, input_infos
+from lightning_ort.compiler.aot.inputs import InputInfo, info_of, input_infos
 from lightning_ort.export.inputs import DynamicAxes
 from lightning_ort.lightning_packages import everywhere
 from lightning_ort.ondevice.generation.built import with_loss
@@ -27,6 +27,7 @@ from lightning_ort.ondevice.generation.objectives import (
     loss_function,
     target_name,
 )
+from lightning_ort.ondevice.onnxblock.model_accessor import without_values
 from lightning_ort.onnx_reader import to_torch
 from lightning_ort.onnx_reader.initializers import state_initializers, trainable_initializers
 from lightning_ort.onnx_reader.load import load, name_of, parsed, using
@@ -212,10 +213,11 @@ def _example(inputs: Any, infos: Sequence[InputInfo]) -> dict[str, Tensor] | Non
 
 def _target(proto: onnx.ModelProto, name: str, source: str, loss_fn: Loss) -> InputInfo:
     """Shaped like the result that it is compared with; classes lack its last but batch dimension."""
-    declared = onnx.ModelProto()
-    declared.graph.input.extend(o for o in proto.graph.output if o.name == source)
-    (info,) = input_infos(declared)
-    info = dataclasses.replace(info, name=name)
+    (output,) = (o for o in proto.graph.output if o.name == source)
+    if not output.type.tensor_type.HasField("shape"):
+        inferred = onnx.shape_inference.infer_shapes(without_values(proto))
+        (output,) = (o for o in inferred.graph.output if o.name == source)
+    info = dataclasses.replace(info_of(output, "output"), name=name)
     if isinstance(loss_fn, nn.CrossEntropyLoss):
         if len(info.shape) < 2:
             raise ValueError(

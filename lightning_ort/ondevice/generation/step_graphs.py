@@ -15,7 +15,7 @@ from lightning_ort.compiler.aot.step_graph import StepGraph
 from lightning_ort.compiler.dynamo import no_fast_path
 from lightning_ort.compiler.passes import standardize
 from lightning_ort.errors import UnsupportedError
-from lightning_ort.ondevice.generation.objectives import LossError, ModuleForward
+from lightning_ort.ondevice.generation.objectives import ModuleForward, ResultError
 from lightning_ort.ondevice.names import check_names
 
 __all__ = ["evaluation_graph", "gradient_graph", "part_of", "training_graph"]
@@ -34,7 +34,7 @@ def training_graph(forward: ModuleForward, trained: Sequence[str]) -> tuple[Step
     """
     forward.objective.train()
     loss: list[str] = []
-    with no_fast_path(), _loss_errors():
+    with no_fast_path(), _result_errors():
         joint = trace_joint(
             forward, forward.infos, loss, [], trained, statistics=True, what=_what(forward), hints=forward.hints
         )
@@ -52,13 +52,13 @@ def training_graph(forward: ModuleForward, trained: Sequence[str]) -> tuple[Step
 
 
 @contextlib.contextmanager
-def _loss_errors() -> Iterator[None]:
-    """Let the error about a loss that is none be about that alone, and not about the sizes of the inputs."""
+def _result_errors() -> Iterator[None]:
+    """Let an error about what the model returns be about that alone, and not about the sizes of the inputs."""
     try:
         yield
     except UnsupportedError as error:
         cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, LossError):
+        while cause is not None and not isinstance(cause, ResultError):
             cause = cause.__cause__
         if cause is None:
             raise
@@ -79,7 +79,7 @@ def gradient_graph(forward: ModuleForward, fed: Collection[str], wanted: Sequenc
         UnsupportedError: an operation without an ONNX form, or sizes that cannot vary.
     """
     forward.objective.train()
-    with no_fast_path():
+    with no_fast_path(), _result_errors():
         joint = trace_joint(forward, forward.infos, [], [], wanted, what=_what(forward), hints=forward.hints)
     return _graph(forward, joint, fed, wanted, []), bool(joint.traced.draws)
 
@@ -91,7 +91,7 @@ def evaluation_graph(forward: ModuleForward, changing: Sequence[str]) -> StepGra
         changing: buffers that are inputs; the others are constants.
     """
     forward.objective.eval()
-    with no_fast_path():
+    with no_fast_path(), _result_errors():
         joint = trace_joint(forward, forward.infos, [], [], [], what=_what(forward), hints=forward.hints)
     return _graph(forward, joint, [*forward.parameters, *changing], [], [])
 
