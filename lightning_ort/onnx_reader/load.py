@@ -28,7 +28,7 @@ __all__ = [
     "using",
 ]
 
-_MIN_OPSET, _MAX_OPSET = 13, 21
+_MIN_OPSET, _MAX_OPSET = 13, 26
 STRUCTURE = frozenset({"Constant", "Identity", *CONTROL_FLOW})
 """operators that the reader resolves itself, without a row in the table"""
 

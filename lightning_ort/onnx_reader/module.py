@@ -48,7 +48,7 @@ class OnnxModule(fx.GraphModule):
 
 
 def to_torch(model: Model, parameters: Collection[str] | None = None, *, frozen: Collection[str] = ()) -> OnnxModule:
-    """Read a forward ONNX graph, opset 13 to 21, as a torch module.
+    """Read a forward ONNX graph, opset 13 to 26, as a torch module.
 
     Args:
         model: an ``onnx.ModelProto``, its bytes, or a path (with its external data beside it).

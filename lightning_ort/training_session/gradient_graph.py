@@ -29,7 +29,7 @@ class GradientGraphBuilder:
     """Makes the gradient graph of a forward graph, as the class of this name in ONNX Runtime's training API does.
 
     Args:
-        model: the forward graph: serialized, a path, or an ``onnx.ModelProto``; opset 13 to 21.
+        model: the forward graph: serialized, a path, or an ``onnx.ModelProto``; opset 13 to 26.
         y_names: outputs that are differentiated.
         x_names: float initializers and graph inputs by which they are differentiated.
         loss_name: the one of ``y_names`` whose own gradient is 1. The gradients of the others are inputs

@@ -51,7 +51,7 @@ class TrainingSession(SessionInfo):
     gradient, no update, Dropout off, running statistics used and not changed.
 
     Args:
-        path_or_bytes: a path, a serialized model, or an ``onnx.ModelProto``, opset 13 to 21. It is not changed.
+        path_or_bytes: a path, a serialized model, or an ``onnx.ModelProto``, opset 13 to 26. It is not changed.
         parameters: names the loss, the weights, the optimizer; they are copied.
         sess_options: as for ``onnxruntime.InferenceSession``; or a mapping of option names to values.
         providers: execution providers in order of preference, names or tuples of name and options.

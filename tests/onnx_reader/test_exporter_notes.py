@@ -9,13 +9,14 @@ from typing import Any
 
 import onnx
 import onnx.version_converter
+import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
 from onnx import numpy_helper
 from torch import Tensor, nn
 
-from lightning_ort import UnsupportedError
+from lightning_ort import GradientGraphBuilder, UnsupportedError
 from lightning_ort.onnx_reader import to_torch
 
 pytest.importorskip("onnxscript")
@@ -272,3 +273,32 @@ def test_a_file_that_has_lost_the_notes_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"computed by torch's exporter from l\.weight, .* does not say"):
         to_torch(model)
     assert "l.bias" in trained(model, frozen=["val_0"])
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inputs, self.outputs = nn.RMSNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.inputs(self.norm(x)).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.outputs(F.silu(y.transpose(1, 2).flatten(2)))
+
+
+@pytest.mark.parametrize("opset", [22, 23, 24])
+def test_attention_of_later_opsets_has_the_gradients_of_the_module(opset: int) -> None:
+    module, x = Attention(), torch.randn(2, 5, 8)
+    model = exported(module, x, opset_version=opset, optimize=False)
+    assert {"Attention", "RMSNormalization"} <= {node.op_type for node in model.graph.node} or opset < 23
+    weights = torch.randn(2, 5, 8)
+    (weights * module(x)).sum().backward()
+    parameters = dict(module.named_parameters())
+    output = model.graph.output[0].name
+    builder = GradientGraphBuilder(model, {output}, set(parameters), "")
+    builder.build(verify=True)
+    session = onnxruntime.InferenceSession(builder.get_model(), providers=["CPUExecutionProvider"])
+    wanted = [f"{name}_grad" for name in parameters]
+    found = session.run(wanted, {model.graph.input[0].name: x.numpy(), f"{output}_grad": weights.numpy()})
+    for gradient, p in zip(found, parameters.values(), strict=True):
+        torch.testing.assert_close(torch.from_numpy(gradient), p.grad, rtol=1e-4, atol=1e-5)

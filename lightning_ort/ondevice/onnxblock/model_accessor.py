@@ -97,7 +97,7 @@ def base(model: onnx.ModelProto, model_path: str | os.PathLike[str] | None = Non
     """Let blocks work on a copy of ``model``.
 
     Args:
-        model: of opset 13 to 21 where gradients are wanted.
+        model: of opset 13 to 26 where gradients are wanted.
         model_path: of a file whose external data ``model`` lacks; it is read then.
 
     Yields:

@@ -2,6 +2,7 @@
 
 from lightning_ort.onnx_reader.operators import (  # noqa: F401
     activations,
+    attention,
     convolution,
     elementwise,
     indexing,

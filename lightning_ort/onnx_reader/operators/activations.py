@@ -41,6 +41,11 @@ def mish(x: Tensor) -> Tensor:
     return F.mish(x)
 
 
+@operator("Swish")
+def swish(x: Tensor, *, alpha: float = 1.0) -> Tensor:
+    return F.silu(x) if alpha == 1 else x * torch.sigmoid(alpha * x)
+
+
 @operator("HardSwish")
 def hard_swish(x: Tensor) -> Tensor:
     return F.hardswish(x)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_ort.errors import UnsupportedError
 from lightning_ort.onnx_reader.registry import operator
+from lightning_ort.runtime.tensors import TORCH
 
 __all__ = ["BatchNormalization", "Dropout"]
 
@@ -130,6 +131,14 @@ def layer_normalization(
     deviation = torch.rsqrt(wide.var(axes, correction=0, keepdim=True) + epsilon)
     stash = torch.bfloat16 if stash_type == TensorProto.BFLOAT16 else wide.dtype
     return (y, mean.to(stash), deviation.to(stash))[:n_outputs]
+
+
+@operator("RMSNormalization")
+def rms_normalization(
+    x: Tensor, scale: Tensor, *, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1
+) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, TORCH[stash_type]))
+    return F.rms_norm(wide, x.shape[axis % x.dim() :], None, epsilon).to(x.dtype) * scale
 
 
 @operator("GroupNormalization")
