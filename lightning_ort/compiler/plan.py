@@ -21,7 +21,7 @@ from lightning_ort.compiler.dynamo_words import source_line
 from lightning_ort.compiler.functional_graph import TRACED_KEYS, Untraceable
 from lightning_ort.compiler.lowering import GraphBuilder, NotLowered
 from lightning_ort.compiler.lowering.builder import dtype_of
-from lightning_ort.compiler.passes import has_extreme_factor, optimize, save_memory
+from lightning_ort.compiler.passes import has_doubles, has_extreme_factor, optimize, save_memory
 from lightning_ort.compiler.placement import (
     SMALL,
     Placement,
@@ -296,7 +296,7 @@ class _Planner:
         try:
             session = self._factory.session(
                 ir.to_proto(model).SerializeToString(),
-                double=any(t.dtype == torch.float64 for n in segment.nodes for t in _tensors(n)),
+                double=has_doubles(model),
                 small=small,
                 repeats=repeats,
                 extreme=has_extreme_factor(model),

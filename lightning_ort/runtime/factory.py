@@ -27,8 +27,8 @@ __all__ = ["SessionFactory", "factory_of"]
 # weighted mean. The second refuses bounds that are neither float32 nor float16, and the session with them.
 _NEVER = ["DivMulFusion", "FuseReluClip"]
 # The first keeps the factor of a product as a float, also where the matrices are doubles; the second makes an operator
-# that ONNX Runtime 1.19 has no double kernel for.
-_NOT_FOR_DOUBLES = ["MatMulScaleFusion", "MatmulTransposeFusion"]
+# that ONNX Runtime 1.19 has no double kernel for; the third takes what is 0 or 1 as a float for nothing to be computed.
+_NOT_FOR_DOUBLES = ["MatMulScaleFusion", "MatmulTransposeFusion", "NoopElimination"]
 # It moves a factor behind a sum, which then no longer overflows as its terms would have.
 _NOT_FOR_EXTREMES = ["MatMulScaleFusion"]
 # It would keep a value for its second use where the graph computes it again.

@@ -12,6 +12,7 @@ from lightning_ort.compiler.aot.inputs import usual_hints
 from lightning_ort.compiler.aot.joint import Joint
 from lightning_ort.compiler.aot.reference import StepReference
 from lightning_ort.compiler.aot.sizes import independent, size_text, value_of
+from lightning_ort.compiler.passes import has_doubles
 from lightning_ort.compiler.placement import SMALL, operations
 from lightning_ort.files.onnx_models import LARGEST_FILE
 from lightning_ort.runtime.factory import SessionFactory
@@ -78,10 +79,9 @@ def compare_once(reference: StepReference, joint: Joint, model: ir.Model, *, lim
 
 
 def _session(model: ir.Model, joint: Joint) -> OrtSession:
-    results = [node.meta["val"] for node in joint.results.values()]
     return SessionFactory().session(
         ir.to_proto(model).SerializeToString(),
-        double=any(t.dtype == torch.float64 for t in results),
+        double=has_doubles(model),
         small=operations(joint.traced.graph.nodes) < SMALL,
     )
 

@@ -309,3 +309,27 @@ def test_outputs_without_gradients_stay_out_of_those_of_others(verify: bool) -> 
             gradients.append(x.grad)
     for got, expected in zip(gradients[3:], gradients[:3], strict=True):
         torch.testing.assert_close(got, expected, equal_nan=True)
+
+
+NEARLY_NEUTRAL: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "a sum with nearly zero": lambda x, c: 1 / (x.sum(1) - x.sum(1) + c),
+    "a difference with nearly zero": lambda x, c: 1 / (x.sum(1) - x.sum(1) - c),
+    "a product with nearly one": lambda x, c: (x.tanh() * (1 + c) - x.tanh()) / c,
+    "a quotient by nearly one": lambda x, c: (x.tanh() / (1 + c) - x.tanh()) / c,
+    "a double within floats": lambda x, c: (x.double().mean(1) * (1 + c) - x.double().mean(1)) / c,
+}
+
+
+@pytest.mark.parametrize("name", NEARLY_NEUTRAL)
+def test_constants_that_are_neutral_only_as_floats(name: str) -> None:
+    """What a mean over a mask adds to its count, so that it is never zero, is zero for a float."""
+    dtype = torch.float32 if "floats" in name else torch.float64
+    number = torch.finfo(torch.float64).tiny if "zero" in name else 1e-9
+
+    def step(x: Tensor) -> Tensor:
+        result = NEARLY_NEUTRAL[name](x, number)
+        return result.to(x.dtype)
+
+    x = torch.rand(3, 4, dtype=dtype) + 0.5
+    compiled = torch.compile(step, backend="lightning_ort", options={"placement": "onnxruntime", "verify": False})
+    torch.testing.assert_close(compiled(x), step(x), rtol=1e-6, atol=0)

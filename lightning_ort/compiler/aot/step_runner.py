@@ -11,7 +11,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from lightning_ort.compiler.aot.step_graph import StepGraph
-from lightning_ort.compiler.passes import has_extreme_factor, with_training_kernels
+from lightning_ort.compiler.passes import has_doubles, has_extreme_factor, with_training_kernels
 from lightning_ort.runtime.factory import SessionFactory
 from lightning_ort.runtime.providers.cpu import has_training_kernels
 from lightning_ort.runtime.tensors import NUMPY, TORCH
@@ -53,7 +53,6 @@ class StepRunner:
     ) -> None:
         self.graph, self._tensors = graph, tensors
         values = graph.model.graph
-        double = any(t.dtype == torch.float64 for t in tensors.values())
         small = sum(t.numel() for t in tensors.values()) < _QUICK
         if small and sessions.config.session_options is None:
             # one allocation for all activations takes an eighth off the run of a small network
@@ -62,7 +61,7 @@ class StepRunner:
         serialized = ir.to_proto(model).SerializeToString()
         self._session = sessions.session(
             serialized,
-            double=double,
+            double=has_doubles(model),
             small=small,
             extreme=has_extreme_factor(model),
             places=_places(model.graph, {i.name for i in graph.inputs}),

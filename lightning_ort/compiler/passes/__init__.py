@@ -10,7 +10,7 @@ from lightning_ort.compiler.passes.cleanup import RemoveUnusedInputsPass, Standa
 from lightning_ort.compiler.passes.recompute import RecomputePass
 from lightning_ort.compiler.passes.training_kernels import TrainingKernelsPass
 
-__all__ = ["has_extreme_factor", "optimize", "save_memory", "standardize", "with_training_kernels"]
+__all__ = ["has_doubles", "has_extreme_factor", "optimize", "save_memory", "standardize", "with_training_kernels"]
 
 _PASSES = Sequential(
     RemoveUnusedNodesPass(),  # traces hold what only their own checks have read; fewer nodes are compared next
@@ -27,6 +27,18 @@ def optimize(model: ir.Model) -> ir.Model:
 def save_memory(model: ir.Model) -> bool:
     """Whether ``model`` now computes some values twice on purpose, which ONNX Runtime must not undo."""
     return RecomputePass()(model).modified
+
+
+def has_doubles(model: ir.Model) -> bool:
+    """Whether ``model`` computes in float64: what it reads, its constants and its casts tell.
+
+    Some of ONNX Runtime's optimizations take constants for floats.
+    """
+    values = [*model.graph.inputs, *model.graph.initializers.values()]
+    casts = (node for node in model.graph.all_nodes() if node.op_type == "Cast")
+    return any(v.dtype == ir.DataType.DOUBLE for v in values) or any(
+        node.attributes["to"].as_int() == ir.DataType.DOUBLE for node in casts
+    )
 
 
 def has_extreme_factor(model: ir.Model) -> bool:
