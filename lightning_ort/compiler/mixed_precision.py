@@ -137,23 +137,30 @@ class Widening:
     def _round_operands(self, node: fx.Node) -> None:
         """Round the other operands as torch does where it computes in 16 bits: ``x == 0.1`` is not true of any else."""
         dtype = self._common_types.get(node)
-        if dtype not in _HALF:
-            return
+        if dtype in _HALF:
 
-        def rounded(operand: Any) -> Any:
-            if isinstance(operand, (int, float)) and not isinstance(operand, bool):
-                return torch.tensor(operand, dtype=torch.float64).to(dtype).item()
-            if not isinstance(operand, fx.Node) or operand in self._half or is_number(operand):
-                return operand
-            key = operand, dtype
-            if key not in self._converted:
-                source = self._replaced.get(operand, operand)
-                narrow = self._cast(source, dtype, self._behind(source))
-                self._converted[key] = self._cast(narrow, torch.float32, narrow)
-            return self._converted[key]
+            def rounded(operand: Any) -> Any:
+                if isinstance(operand, (int, float)) and not isinstance(operand, bool):
+                    return torch.tensor(operand, dtype=torch.float64).to(dtype).item()
+                if not isinstance(operand, fx.Node) or operand in self._half or is_number(operand):
+                    return operand
+                return self._rounded_to(operand, dtype)
 
-        node.args = (*map(rounded, node.args[:2]), *node.args[2:])
-        node.kwargs = {name: rounded(value) if name == "alpha" else value for name, value in node.kwargs.items()}
+            node.args = (*map(rounded, node.args[:2]), *node.args[2:])
+            node.kwargs = {name: rounded(value) if name == "alpha" else value for name, value in node.kwargs.items()}
+        elif node in self._half and _is_pointwise(node.target):  # whole numbers of any size are made 16 bits first
+            for operand in node.all_input_nodes:
+                if _is_integral(operand.meta.get("val")):
+                    node.replace_input_with(operand, self._rounded_to(operand, self._half[node]))
+
+    def _rounded_to(self, operand: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """``operand``, of another type, as torch converts it to 16 bits, as float32."""
+        key = operand, dtype
+        if key not in self._converted:
+            source = self._replaced.get(operand, operand)
+            narrow = self._cast(source, dtype, self._behind(source))
+            self._converted[key] = self._cast(narrow, torch.float32, narrow)
+        return self._converted[key]
 
     def _is_kept(self, node: fx.Node) -> bool:
         if node.target is operator.getitem:
@@ -205,6 +212,20 @@ def _is_users(node: fx.Node) -> bool:
 def _is_torchs(node: fx.Node) -> bool:
     """Whether torch will run ``node`` in any case, with a 16-bit kernel of its own."""
     return isinstance(node.target, OpOverload) and node.target not in LOWERINGS
+
+
+def _is_pointwise(target: Any) -> bool:
+    return isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
+
+
+def _is_integral(val: Any) -> bool:
+    """Whether it is a tensor of whole numbers that 16 bits may not hold; kernels take those of no dimensions as floats."""
+    return (
+        isinstance(val, torch.Tensor)
+        and val.dim() > 0
+        and not (val.is_floating_point() or val.is_complex())
+        and val.dtype not in (torch.bool, torch.uint8, torch.int8)
+    )
 
 
 def _has_half(nodes: Iterable[fx.Node]) -> bool:

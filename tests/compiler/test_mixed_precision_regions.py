@@ -375,3 +375,37 @@ def test_operators_of_users_under_autocast(dtype):
     inside, _ = compiled(lambda x, y: _under(dtype, product, x, y) * 2 + x.sum(), verify=False)
     assert_close(inside(x, y), wanted, 4 * EPS[dtype])
     assert {f.operator for f in fallbacks} == {"tests_of_mixed_precision.product.default"}
+
+
+@torch._dynamo.config.patch(allow_rnn=True)
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("wide", [True, False], ids=["float32 in", "16 bits in"])
+@pytest.mark.parametrize("layer", ["GRU", "GRU without biases", "GRU of two layers", "RNN", "LSTM of projections"])
+def test_states_of_recurrent_layers_have_the_types_of_eager(layer: str, wide: bool, dtype: torch.dtype) -> None:
+    """A GRU's states stay as wide as they begin under autocast, in which its products are of 16 bits."""
+    made = {
+        "GRU": lambda: nn.GRU(6, 4, batch_first=True),
+        "GRU without biases": lambda: nn.GRU(6, 4, bias=False),
+        "GRU of two layers": lambda: nn.GRU(6, 4, num_layers=2, bidirectional=True),
+        "RNN": lambda: nn.RNN(6, 4, nonlinearity="relu"),
+        "LSTM of projections": lambda: nn.LSTM(6, 4, proj_size=3),
+    }[layer]()
+    x = torch.randn(3, 5, 6, dtype=torch.float32 if wide else dtype)
+
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with torch.autocast("cpu", dtype):
+            outputs, states = made(x)
+        states = states if isinstance(states, tuple) else (states,)
+        return sum(t.float().square().mean() for t in (outputs, *states)), outputs, *states
+
+    results, found = [], []
+    for function in (step, compiled(step)[0]):
+        made.zero_grad()
+        loss, *others = function(x)
+        loss.backward()
+        results.append((loss, *others))
+        found.append([p.grad.clone() for p in made.parameters()])
+    for got, wanted in zip(results[1], results[0], strict=True):
+        assert_close(got.detach(), wanted.detach(), EPS[dtype])
+    for got, wanted in zip(found[1], found[0], strict=True):
+        assert_close(got, wanted, 4 * EPS[dtype])

@@ -114,8 +114,14 @@ def _projected_lstm_layer(
 def _gru_layer(
     x: Tensor, states: tuple[Tensor, ...], parameters: Sequence[Tensor], biased: bool, reverse: bool
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Under autocast products are of 16 bits, and states as wide as they are passed, as torch's own layer has them."""
     projected = F.linear(x, parameters[0], parameters[2] if biased else None)
-    outputs = _GRU.apply(projected, states[0], parameters[1], parameters[3] if biased else None, reverse)
+    weight, bias = parameters[1], parameters[3] if biased else None
+    wide = torch.promote_types(projected.dtype, states[0].dtype)
+    if wide != projected.dtype:
+        weight, bias = (None if p is None else p.to(projected.dtype).to(wide) for p in (weight, bias))
+        projected = projected.to(wide)
+    outputs = _GRU.apply(projected, states[0], weight, bias, reverse)
     return outputs, (_last(outputs, reverse),)
 
 
