@@ -41,10 +41,12 @@ _EXACT = {
 # Kernels for CPUs that take a number, or a tensor of no dimensions and another type, for one of 16 bits.
 _CONVERTING = {
     aten.add, aten.sub, aten.rsub, aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.fmod, aten.remainder,
-    aten.floor_divide,
+    aten.floor_divide, aten.pow,
 }  # fmt: skip
+# Those that do so with the first operand alone.
+_CONVERTING_FIRST = {aten.mul, aten.div}
 
-_CONVERTING_NAMES = {*map(str, _CONVERTING), str(aten.hardshrink)}
+_CONVERTING_NAMES = {*map(str, _CONVERTING | _CONVERTING_FIRST), str(aten.hardshrink)}
 
 PRODUCTS = frozenset({aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default})
 """What GPUs have units of their own for in 16 bits, which sum in float32 and round once, as torch does there."""
@@ -149,8 +151,10 @@ class Widening:
             node.args = (*map(rounded, node.args[:2]), *node.args[2:])
             node.kwargs = {name: rounded(value) if name == "alpha" else value for name, value in node.kwargs.items()}
         elif node in self._half and _is_pointwise(node.target):  # whole numbers of any size are made 16 bits first
+            first = getattr(node.target, "overloadpacket", None) in _CONVERTING_FIRST and _is_users(node)
             for operand in node.all_input_nodes:
-                if _is_integral(operand.meta.get("val")):
+                val = operand.meta.get("val")
+                if _is_integral(val) or (first and operand is node.args[0] and _is_single(val)):
                     node.replace_input_with(operand, self._rounded_to(operand, self._half[node]))
 
     def _rounded_to(self, operand: fx.Node, dtype: torch.dtype) -> fx.Node:
@@ -219,13 +223,18 @@ def _is_pointwise(target: Any) -> bool:
 
 
 def _is_integral(val: Any) -> bool:
-    """Whether it is a tensor of whole numbers that 16 bits may not hold; kernels take those of no dimensions as floats."""
+    """Whether it is a tensor of whole numbers that 16 bits may not hold; one of no dimensions is taken as a float."""
     return (
         isinstance(val, torch.Tensor)
         and val.dim() > 0
         and not (val.is_floating_point() or val.is_complex())
         and val.dtype not in (torch.bool, torch.uint8, torch.int8)
     )
+
+
+def _is_single(val: Any) -> bool:
+    """Whether it is a tensor of no dimensions and of more bits."""
+    return isinstance(val, torch.Tensor) and val.dim() == 0 and val.dtype not in (*_HALF, torch.bool)
 
 
 def _has_half(nodes: Iterable[fx.Node]) -> bool:

@@ -378,6 +378,7 @@ def test_operators_of_users_under_autocast(dtype):
 
 
 @torch._dynamo.config.patch(allow_rnn=True)
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("wide", [True, False], ids=["float32 in", "16 bits in"])
 @pytest.mark.parametrize("layer", ["GRU", "GRU without biases", "GRU of two layers", "RNN", "LSTM of projections"])
@@ -406,6 +407,43 @@ def test_states_of_recurrent_layers_have_the_types_of_eager(layer: str, wide: bo
         results.append((loss, *others))
         found.append([p.grad.clone() for p in made.parameters()])
     for got, wanted in zip(results[1], results[0], strict=True):
-        assert_close(got.detach(), wanted.detach(), EPS[dtype])
+        assert_close(got.detach(), wanted.detach(), 2 * EPS[dtype])
     for got, wanted in zip(found[1], found[0], strict=True):
         assert_close(got, wanted, 4 * EPS[dtype])
+
+
+MET: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "whole numbers times 16 bits": lambda h, whole, single: whole * h,
+    "16 bits by whole numbers": lambda h, whole, single: h / whole,
+    "whole numbers by a number": lambda h, whole, single: whole / 3 + 0 * h,
+    "the cosine of whole numbers": lambda h, whole, single: (whole * 1.7).cos() + 0 * h,
+    "the root of whole numbers": lambda h, whole, single: whole.sqrt() + 0 * h,
+    "the larger": lambda h, whole, single: torch.maximum(whole, h),
+    "one of both": lambda h, whole, single: torch.where(h > 0, whole, h),
+    "a number to whole numbers": lambda h, whole, single: 1.0013**whole * h,
+    "a number to 16 bits": lambda h, whole, single: 1.013 ** (100 * h),
+    "16 bits to a number": lambda h, whole, single: h.abs() ** 1.7013,
+    "a single one before": lambda h, whole, single: single * h,
+    "a single one behind": lambda h, whole, single: h * single,
+    "a single one by 16 bits": lambda h, whole, single: single / h,
+    "16 bits by a single one": lambda h, whole, single: h / single,
+    "a single whole number": lambda h, whole, single: whole[-1] * h,
+}
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("name", MET)
+def test_what_16_bits_meet_is_rounded_where_torch_rounds_it(name: str, dtype: torch.dtype) -> None:
+    """Positions beyond 256, which bfloat16 does not hold, and a scale of float32 that is not in 16 bits."""
+    h = torch.randn(5000).to(dtype)
+    whole, single = torch.arange(1, 5001), torch.tensor(14.2837)
+    function, old = MET[name], torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # as Lightning does
+    try:
+        other = torch.compile(function, backend="lightning_ort", options={"placement": "onnxruntime"})
+        got, wanted = other(h, whole, single), function(h, whole, single)
+    finally:
+        torch.set_default_dtype(old)
+    assert got.dtype == wanted.dtype == dtype
+    unequal = (got != wanted) & ~(got.isnan() & wanted.isnan())
+    assert int(unequal.sum()) <= 10  # a sine or a root that is computed otherwise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import re
 
@@ -317,6 +318,10 @@ SETTINGS = {
     "differentiable": (lambda p: optim.Adam(p, differentiable=True), "differentiable=True"),
     "lr": (lambda p: optim.SGD(p, torch.tensor(0.1, requires_grad=True)), "lr is a tensor that requires a gradient"),
     "twice": (lambda p: optim.SGD([*p, *p], 0.1), "a parameter occurs twice"),
+    "float32 for float64": (
+        lambda p: optim.AdamW(p, torch.tensor(0.01)),
+        "lr is a tensor of torch.float32, in which torch computes with it for float64",
+    ),
 }
 
 
@@ -324,13 +329,29 @@ SETTINGS = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_that_are_left_to_torch(name):
     make, reason = SETTINGS[name]
-    p = nn.Parameter(torch.ones(3))
+    p = nn.Parameter(torch.ones(3, dtype=torch.float64))
     optimizer = make([p])
     stepper = hook(optimizer)[0]._stepper
-    p.grad = torch.ones(3)
+    p.grad = torch.ones_like(p)
     with pytest.raises(NeedsTorch, match=reason):
         stepper.step()
-    assert torch.equal(p, torch.ones(3)) and not optimizer.state
+    assert torch.equal(p, torch.ones_like(p)) and not optimizer.state
+
+
+def test_a_rate_that_is_a_tensor_is_as_exact_as_torchs():
+    """In float64, whether the tensor is of fewer bits, as torch.tensor(0.01) is, or not."""
+    for dtype in (torch.float32, torch.float64):
+        rate = torch.tensor(0.01, dtype=dtype)
+        ours, theirs, a, b, report = pair(functools.partial(optim.AdamW, lr=rate))
+        for net in (ours, theirs):
+            net.double()
+        for _ in range(3):
+            give_gradients(ours, theirs)
+            a.step()
+            b.step()
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-12, atol=0)
+        assert (report.in_torch, report.in_ort) == ((3, 0) if dtype == torch.float32 else (0, 3))
 
 
 def test_other_states_than_expected_are_left_to_torch():

@@ -115,9 +115,12 @@ class OptimizerStepper:
             for flag in ("capturable", "differentiable"):
                 if group.get(flag):
                     raise NeedsTorch(f"{flag}=True")
-            for key, value in group.items():
-                if key != "params" and isinstance(value, Tensor) and value.requires_grad:
+            tensors = {key: v for key, v in group.items() if key != "params" and isinstance(v, Tensor)}
+            for key, value in tensors.items():
+                if value.requires_grad:
                     raise NeedsTorch(f"{key} is a tensor that requires a gradient")
+                if value.dtype != torch.float64 and any(p.dtype == torch.float64 for p in group["params"]):
+                    raise NeedsTorch(f"{key} is a tensor of {value.dtype}, in which torch computes with it for float64")
 
     def _update(
         self, groups: Sequence[Group], rules: Sequence[Rule], members: Sequence[Member], gradients: Sequence[Tensor]
