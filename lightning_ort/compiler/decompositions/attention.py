@@ -34,9 +34,10 @@ def scaled_dot_product_attention(
     if attn_mask is not None and is_causal:
         return NotImplemented  # an error, which torch words
     given = query.dtype
-    drawn_wide = dropout_p > 0 and query.device.type == "cuda" and not cuda.fp16_bf16_reduction_math_sdp_allowed()
-    if drawn_wide and given.itemsize < 4:
-        # so do torch's own written-out kernels, whose dropout is drawn for float32 then
+    on_cpu = query.device.type == "cpu"
+    drawn_wide = dropout_p > 0 and not on_cpu and not cuda.fp16_bf16_reduction_math_sdp_allowed()
+    if given.itemsize < 4 and (on_cpu or drawn_wide):
+        # so do torch's own kernels for CPUs, and those that are written out, whose dropout is drawn for float32 then
         query, key, value = query.float(), key.float(), value.float()
         attn_mask = attn_mask.float() if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
     if enable_gqa:
