@@ -46,7 +46,8 @@ _CONVERTING = {
 # Those that do so with the first operand alone.
 _CONVERTING_FIRST = {aten.mul, aten.div}
 
-_CONVERTING_NAMES = {*map(str, _CONVERTING | _CONVERTING_FIRST), str(aten.hardshrink)}
+_CONVERTING_NAMES = {*map(str, _CONVERTING), str(aten.hardshrink)}
+_CONVERTING_FIRST_NAMES = set(map(str, _CONVERTING_FIRST))
 
 PRODUCTS = frozenset({aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default})
 """What GPUs have units of their own for in 16 bits, which sum in float32 and round once, as torch does there."""
@@ -94,7 +95,7 @@ class Widening:
         self._last_input = [n for n in self._graph.nodes if n.op == "placeholder"][-1:]
         # before any is rewritten: it gives float32 by then, and those that read it would be left out
         nodes = [n for n in self._graph.nodes if n.op == "call_function" and _has_half([n, *n.all_input_nodes])]
-        met = [n for n in nodes if getattr(n.target, "overloadpacket", None) in _CONVERTING and _is_users(n)]
+        met = [n for n in nodes if _is_one_of(n, _CONVERTING, _CONVERTING_NAMES)]
         self._common_types = {n: common_dtype(*n.args[:2]) for n in met}
         for node in nodes:
             self._rewrite(node)
@@ -151,7 +152,7 @@ class Widening:
             node.args = (*map(rounded, node.args[:2]), *node.args[2:])
             node.kwargs = {name: rounded(value) if name == "alpha" else value for name, value in node.kwargs.items()}
         elif node in self._half and _is_pointwise(node.target):  # whole numbers of any size are made 16 bits first
-            first = getattr(node.target, "overloadpacket", None) in _CONVERTING_FIRST and _is_users(node)
+            first = _is_one_of(node, _CONVERTING_FIRST, _CONVERTING_FIRST_NAMES)
             for operand in node.all_input_nodes:
                 val = operand.meta.get("val")
                 if _is_integral(val) or (first and operand is node.args[0] and _is_single(val)):
@@ -207,10 +208,12 @@ class Widening:
         return cast
 
 
-def _is_users(node: fx.Node) -> bool:
-    """Whether ``node`` is a call of its own, or part of what such a kernel is written as, and of no other one."""
+def _is_one_of(node: fx.Node, packets: set[Any], names: set[str]) -> bool:
+    """Whether ``node`` is a call of ``packets``, of its own or within what an operator of ``names`` is written as."""
+    if getattr(node.target, "overloadpacket", None) not in packets:
+        return False
     original = node.meta.get("original_aten", node.target)
-    return str(getattr(original, "overloadpacket", original)) in _CONVERTING_NAMES  # it is a copy, equal to no other
+    return str(getattr(original, "overloadpacket", original)) in names  # it is a copy, equal to no other
 
 
 def _is_torchs(node: fx.Node) -> bool:
