@@ -559,6 +559,21 @@ def test_operators_of_later_opsets_compute_what_the_reference_computes(case: Cas
         np.testing.assert_allclose(result.numpy(), value, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize(
+    ("body", "inputs", "message"),
+    [
+        ("y = Attention<kv_num_heads=4>(q, q, q)", {"q": _FLAT}, r"Attention \(node 'y'\): .* attribute q_num_heads"),
+        ("y = Attention<q_num_heads=4>(q, q, q)", {"q": _FLAT}, r"three dimensions needs the attribute kv_num_heads"),
+        ("y = Attention(q, q, q, , p)", {"q": _HEADS, "p": _PAST["pk"]}, "one of past_key and past_value"),
+        ("y = RotaryEmbedding(x, c, s)", {"x": _FLAT, **_ANGLES}, r"RotaryEmbedding .* needs the attribute num_heads"),
+    ],
+)
+def test_attention_that_is_not_told_whole_is_refused(body: str, inputs: dict[str, Any], message: str) -> None:
+    case = Case(body, inputs, 23)
+    with pytest.raises(UnsupportedError, match=message):
+        to_torch(case.model())(*[torch.from_numpy(a) for a in case.arrays().values()])
+
+
 GRADIENTS: dict[str, tuple[str, Any]] = {
     "y = ReduceL1<noop_with_empty_axes=1>(x)": ("x.abs()", X),
     "y = ReduceSumSquare<noop_with_empty_axes=1>(x)": ("x * x", X),

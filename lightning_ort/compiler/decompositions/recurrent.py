@@ -116,13 +116,12 @@ def _gru_layer(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Under autocast products are of 16 bits, and states as wide as they are passed, as torch's own layer has them."""
     projected = F.linear(x, parameters[0], parameters[2] if biased else None)
-    inner = [parameters[1], *([parameters[3]] if biased else [])]
+    inner = parameters[1::2]  # the weights of the states, and their biases
     wide = torch.promote_types(projected.dtype, states[0].dtype)
     if wide != projected.dtype:
         inner = [p.to(projected.dtype).to(wide) for p in inner]
         projected = projected.to(wide)
-    weight, bias = inner[0], inner[1] if biased else None
-    outputs = _GRU.apply(projected, states[0], weight, bias, reverse)
+    outputs = _GRU.apply(projected, states[0], inner[0], inner[1] if biased else None, reverse)
     return outputs, (_last(outputs, reverse),)
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_ort.errors import UnsupportedError
 from lightning_ort.onnx_reader.registry import operator
 from lightning_ort.runtime.tensors import TORCH
 
@@ -37,6 +38,7 @@ def attention(
     softmax_precision: int | None = None,
     opset: int,
     n_outputs: int,
+    label: str,
 ) -> Any:
     """Of (batch, heads, length, head size), or (batch, length, heads · head size) with the numbers of heads.
 
@@ -44,8 +46,11 @@ def attention(
     """
     flat = q.dim() == 3
     if flat:
-        q, k, v = _heads(q, q_num_heads), _heads(k, kv_num_heads), _heads(v, kv_num_heads)
+        q = _heads(q, q_num_heads, label, "q_num_heads")
+        k, v = (_heads(x, kv_num_heads, label, "kv_num_heads") for x in (k, v))
     before = 0
+    if (past_key is None) != (past_value is None):
+        raise UnsupportedError(f"{label}: it has one of past_key and past_value; expected both or none")
     if past_key is not None and past_value is not None:
         before = past_key.shape[2]
         k, v = torch.cat([past_key, k], 2), torch.cat([past_value, v], 2)
@@ -71,8 +76,10 @@ def attention(
     return y if n_outputs == 1 else (y, *present, scores[qk_matmul_output_mode])[:n_outputs]
 
 
-def _heads(x: Tensor, heads: int | None) -> Tensor:
-    return x.unflatten(-1, (heads or 1, -1)).transpose(1, 2)
+def _heads(x: Tensor, heads: int | None, label: str, attribute: str) -> Tensor:
+    if not heads:
+        raise UnsupportedError(f"{label}: an input of three dimensions needs the attribute {attribute}")
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def _bias(
@@ -119,10 +126,11 @@ def rotary_embedding(
     interleaved: int = 0,
     num_heads: int | None = None,
     rotary_embedding_dim: int = 0,
+    label: str,
 ) -> Tensor:
     """Of (batch, heads, length, head size), or (batch, length, heads · head size) with ``num_heads``."""
     flat = x.dim() == 3
-    rows = _heads(x, num_heads) if flat else x
+    rows = _heads(x, num_heads, label, "num_heads") if flat else x
     size = rotary_embedding_dim or rows.shape[-1]
     turned, rest = rows[..., :size], rows[..., size:]
     cosine, sine = ((t if position_ids is None else t[position_ids]).unsqueeze(1) for t in (cos_cache, sin_cache))
