@@ -22,6 +22,7 @@ from lightning_ort.compiler.loss_scale import LossScaling
 from lightning_ort.compiler.nested_results import cut_at_results, run_in_parts
 from lightning_ort.compiler.plain_values import as_declared
 from lightning_ort.compiler.plan import Fallback
+from lightning_ort.compiler.random import without_idle_dropouts
 from lightning_ort.compiler.region import Region
 from lightning_ort.compiler.symbolic_shapes import UnknownSize
 from lightning_ort.compiler.user_errors import Located
@@ -75,8 +76,9 @@ class ORTBackend:
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         require_onnxruntime()
+        without_idle_dropouts(graph)
         if not any(n.op.startswith("call") for n in graph.graph.nodes):
-            return graph.forward
+            return as_declared(graph, graph.forward)
         bracket_bases(graph)
         try:
             handled = handled_call(graph) if self.may_leave() else None

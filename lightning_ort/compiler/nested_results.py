@@ -9,7 +9,7 @@ forces from an energy that is summed up, a gradient penalty at what is computed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,10 @@ def cut_at_results(graph: fx.GraphModule) -> fx.GraphModule | None:
         return None
     (results,) = graph.graph.output_node().args
     assert isinstance(results, (list, tuple))
-    outputs = {r for r in results if isinstance(r, fx.Node) and r.op != "placeholder" and _has_gradient(r)}
+    outputs: set[fx.Node] = set()
+    for result in results:
+        if isinstance(result, fx.Node) and _has_gradient(result):
+            outputs.update(_names_of(result))
     part: dict[fx.Node, int] = {}
     made_in: dict[Any, int] = {}  # memory to the part that has it first
     last, behind_a_cut = 0, False
@@ -107,6 +110,16 @@ def _memory(node: fx.Node) -> Any:
         return storage_key(value) if isinstance(value, torch.Tensor) else None
     except NotImplementedError:  # within a transform of torch.func
         return None
+
+
+def _names_of(result: fx.Node) -> Iterator[fx.Node]:
+    """The nodes that give the very tensor that ``result`` is, as ``h`` does if that is ``h.contiguous()``."""
+    node: fx.Node | None = result
+    while node is not None and node.op != "placeholder":
+        yield node
+        value = node.meta["example_value"]
+        before = () if is_named_in_place(node) else node.all_input_nodes
+        node = next((n for n in before if n.meta.get("example_value") is value), None)
 
 
 def _has_gradient(node: fx.Node) -> bool:

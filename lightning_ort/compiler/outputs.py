@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -24,7 +24,7 @@ class OutputLayout:
 
     Attributes:
         values: the outputs, as Dynamo has traced them.
-        views: by number, those that are views of inputs or of other outputs.
+        views: by number, those that are inputs, other outputs, or views of such.
         differentiable: numbers of the others that have gradients.
         leads_on: gradients of some output, or view, go on to inputs.
     """
@@ -38,7 +38,8 @@ class OutputLayout:
         for node in placeholders:
             node.meta.setdefault("val", node.meta.get("example_value"))
         sizes = Sizes(placeholders)
-        self.views: dict[int, InputView | OutputView] = {**_input_views(graph, sizes)}
+        self.views: dict[int, InputView | OutputView | OutputAgain] = {**_input_views(graph, sizes)}
+        self.views |= _again(self.values)
         self.views |= output_views(self.values, self.views, sizes)
         for i, view in self.views.items():
             source = (placeholders if isinstance(view, InputView) else results)[view.source]
@@ -103,7 +104,7 @@ class OutputLayout:
         numbers = executable.numbers(args) if executable.has_numbers else ()
         outputs: list[Any] = []
         for i, part in enumerate(self._parts):
-            if part is None or isinstance(part, OutputView):
+            if part is None or isinstance(part, (OutputView, OutputAgain)):
                 outputs.append(numbers[i] if numbers and part is None else None)
             elif isinstance(part, tuple):
                 position, change = part
@@ -111,7 +112,7 @@ class OutputLayout:
             else:
                 outputs.append(part(args))
         for i, part in enumerate(self._parts):
-            if isinstance(part, OutputView):
+            if isinstance(part, (OutputView, OutputAgain)):
                 outputs[i] = part(args, outputs)
         return outputs
 
@@ -147,14 +148,18 @@ class InputView:
     """An output that torch would give as a view of input number ``source``.
 
     Its place is told from where the input lies, which may be elsewhere in its memory at each call, as ``rows[i]`` does.
+    Without ``geometry`` it is the input itself, as ``weight.contiguous()`` is.
     """
 
     source: int
-    geometry: Callable[[Sequence[Any]], tuple[Any, ...]]
+    geometry: Callable[[Sequence[Any]], tuple[Any, ...]] | None
     rank: int
     differentiable: bool
 
     def __call__(self, args: Sequence[Any]) -> torch.Tensor:
+        if self.geometry is None:
+            whole: torch.Tensor = args[self.source]
+            return whole
         numbers = self.geometry(args)
         size, stride, offset = numbers[: self.rank], numbers[self.rank : 2 * self.rank], numbers[-1]
         whole = args[self.source] if self.differentiable else args[self.source].detach()
@@ -178,6 +183,24 @@ class OutputView:
         size, stride, offset = numbers[: self.rank], numbers[self.rank : 2 * self.rank], numbers[-1]
         whole = outputs[self.source] if self.differentiable else outputs[self.source].detach()
         return whole.contiguous().as_strided(size, stride, whole.storage_offset() + offset)
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputAgain:
+    """An output that is output number ``source`` once more: the same tensor, as ``h`` and ``h.contiguous()`` are."""
+
+    source: int
+    differentiable: ClassVar[bool] = False  # but by way of the other
+
+    def __call__(self, args: Sequence[Any], outputs: Sequence[Any]) -> torch.Tensor:
+        again: torch.Tensor = outputs[self.source]
+        return again
+
+
+def _again(values: Sequence[Any]) -> dict[int, OutputAgain]:
+    first: dict[int, int] = {}  # by identity: fake tensors are what torch gave, and know when it gave one again
+    tensors = ((i, x) for i, x in enumerate(values) if isinstance(x, torch.Tensor))
+    return {i: OutputAgain(j) for i, x in tensors if (j := first.setdefault(id(x), i)) != i}
 
 
 def output_views(values: Sequence[Any], known: Collection[int], sizes: Sizes) -> dict[int, OutputView]:
@@ -257,13 +280,14 @@ def _input_views(graph: fx.GraphModule, sizes: Sizes) -> dict[int, InputView]:
             raise Untraceable("it gives the conjugate of an input, or its negative part, as a view")
         if sources:
             # two inputs may be views of one tensor: gradients go by way of the one this is made from
-            origin = _origin(result) if len(sources) > 1 else placeholders[sources[0]]
+            itself = [placeholders[j] for j in sources if placeholders[j].meta["example_value"] is val]
+            origin = itself[0] if itself else _origin(result) if len(sources) > 1 else placeholders[sources[0]]
             if origin not in (placeholders[j] for j in sources):
                 raise Untraceable("it gives a view of one of two inputs in the same memory, and does not tell of which")
             source = placeholders.index(origin)
             whole = origin.meta["example_value"]
             offset = val.storage_offset() - whole.storage_offset()
-            geometry = sizes.evaluator([*val.shape, *val.stride(), offset])
+            geometry = None if val is whole else sizes.evaluator([*val.shape, *val.stride(), offset])
             views[i] = InputView(source, geometry, val.dim(), _follows(val, whole))
     return views
 

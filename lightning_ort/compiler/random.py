@@ -14,7 +14,7 @@ from lightning_ort.compiler.allocation import place_of
 from lightning_ort.compiler.bernoulli import draw_bernoulli
 from lightning_ort.compiler.symbolic_shapes import Sizes, is_number
 
-__all__ = ["DRAWS", "drawer", "dropout_factor", "layout_of"]
+__all__ = ["DRAWS", "drawer", "dropout_factor", "layout_of", "without_idle_dropouts"]
 
 aten = torch.ops.aten
 
@@ -40,6 +40,29 @@ _IN_PLACE = {
     getattr(aten.random, "from"): "random_",
 }
 """Functional forms of draws into the first argument."""
+
+
+_DROPOUTS = (torch.nn.functional.dropout, torch.dropout)
+
+
+def without_idle_dropouts(region: fx.GraphModule) -> None:
+    """Have dropout that drops nothing give, in Dynamo's graph, what it was given: that very tensor, as in eager.
+
+    Torch traces a copy of it, which shares neither memory nor gradients with what it is a copy of.
+    """
+    idle = [n for n in region.graph.nodes if n.op == "call_function" and n.target in _DROPOUTS and _is_idle(n)]
+    for node in idle:
+        node.replace_all_uses_with(node.args[0])
+        region.graph.erase_node(node)
+    if idle:
+        region.recompile()
+
+
+def _is_idle(dropout: fx.Node) -> bool:
+    x, p, training, *_ = *dropout.args, *(None,) * 3
+    p = dropout.kwargs.get("p", 0.5) if p is None else p
+    training = dropout.kwargs.get("training", dropout.kwargs.get("train", True)) if training is None else training
+    return isinstance(x, fx.Node) and (training is False or (not isinstance(p, fx.Node) and p == 0))
 
 
 def layout_of(node: fx.Node) -> torch.Tensor:

@@ -86,12 +86,12 @@ def unwrapped(optimizer: Any) -> Any:
 def known_class(optimizer: Optimizer) -> type[Optimizer] | None:
     """Return the class that says how ``optimizer`` updates: one of torch's or of this package's, or ``None``.
 
-    A subclass counts as what it is derived from as long as it does not have a ``step`` of its own, which could compute
-    anything.
+    A subclass counts as what it is derived from as long as it has no ``step`` of its own, and nothing of its own that a
+    ``step`` calls, such as ``_init_group``: these could compute anything.
     """
     kind = type(optimizer)
     base = next((known for known in kind.__mro__ if known in _KNOWN), None)
-    return base if base is not None and _step_of(kind) is _step_of(base) else None
+    return base if base is not None and _parts_of_step(kind, base) == _parts_of_step(base, base) else None
 
 
 def kind_of(optimizer: Optimizer) -> Kind | None:
@@ -99,6 +99,8 @@ def kind_of(optimizer: Optimizer) -> Kind | None:
     return KINDS_BY_CLASS.get(known_class(optimizer) or Optimizer)
 
 
-def _step_of(kind: type[Optimizer]) -> Any:
+def _parts_of_step(kind: type[Optimizer], base: type[Optimizer]) -> dict[str, Any]:
+    """By name, the ``step`` of ``kind`` and what it has of the methods that ``base`` keeps to itself."""
+    own = [name for name in dir(base) if name.startswith("_") and not name.startswith("__")]
     # torch wraps the `step` of each class that it makes an object of
-    return inspect.unwrap(kind.step)
+    return {name: inspect.unwrap(inspect.getattr_static(kind, name)) for name in ("step", *own)}

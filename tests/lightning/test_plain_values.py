@@ -44,6 +44,7 @@ class Stepping(pl.LightningModule):
         self.queue = collections.deque([torch.ones(()), torch.zeros(())], maxlen=3)
         self.numbers, self.seen = [], []
         self.whole, self.part, self.flags = np.int64(2), np.float32(0.5), [np.bool_(True), np.bool_(False)]
+        self.codes, self.parts = np.arange(200, 204, dtype=np.uint8), np.linspace(0.1, 0.4, 4, dtype=np.float32)
         self.table = {"a": 1, "b": 2, "c": 3}
         self.dice, self.recent = random.Random(3), collections.OrderedDict(a=1, b=2, c=3)
 
@@ -247,6 +248,14 @@ def told_from_pythons(self, x, i):
     return loss_of(self, x) * factor
 
 
+def made_pythons(self, x, i):
+    code, part = int(self.codes[i % 4]), float(self.parts[i % 4])
+    torch._dynamo.graph_break()
+    generator = torch.Generator().manual_seed(code)
+    factor = 2.0 if type(code) is int and type(part) is float else 3.0
+    return loss_of(self, x) * factor * ((code + 100) * part) * torch.rand((), generator=generator)
+
+
 def truths(self, x, i):
     if self.flags[0] and not isinstance(self.flags[1], bool):
         self.log("first", 1.0)
@@ -258,6 +267,7 @@ STEPS = [
     functions_of_a_counter, beyond_64_bits, taken_from_the_end, hooked, uniform, flipped, drawn, own_dice,
     least_recently_used, of_the_class, appended, appended_left, extended, own_queue, replaced, packed,
     cut, picked, flagged, short_numbers, tensors_of_numbers, told_from_pythons, truths,
+    made_pythons,
 ]  # fmt: skip
 
 

@@ -308,10 +308,9 @@ class Scaled(optim.Adam):
         for group in self.param_groups:
             group["lr"] = 1e-6
 
-    def _init_group(self, group, *args):
-        for p in group["params"]:
-            p.grad.mul_(self.scale)
-        return super()._init_group(group, *args)
+    def zero_grad(self, set_to_none=True):
+        super().zero_grad(set_to_none)
+        self.scale += 1
 
 
 def test_a_class_of_ones_own_is_not_measured(fastest):

@@ -241,6 +241,16 @@ class Unusual(optim.Adam):
                 p.sub_(0.1 * p.grad)
 
 
+class Centralized(optim.Adam):
+    """Torch's ``step`` on gradients whose rows have no mean."""
+
+    def _init_group(self, group, *lists):
+        for p in group["params"]:
+            if p.ndim > 1:
+                p.grad = p.grad - p.grad.mean(1, keepdim=True)
+        return super()._init_group(group, *lists)
+
+
 def sparse():
     return nn.Embedding(6, 4, sparse=True), lambda net: net(torch.tensor([1, 3])).square().sum()
 
@@ -258,6 +268,7 @@ def differing_groups(p):
 IN_TORCH = {
     "lbfgs": (dense, lambda p: optim.LBFGS(p, 0.1, max_iter=2), "torch.optim.lbfgs.LBFGS is not known to"),
     "subclass": (dense, lambda p: Unusual(p), "Unusual is not known to lightning_ort, which has SGD, Adam, AdamW,"),
+    "part of the step": (dense, lambda p: Centralized(p), "Centralized is not known to lightning_ort, which has SGD,"),
     "sparse": (sparse, lambda p: optim.SGD(p, 0.1), "a gradient is torch.sparse_coo"),
     "half": (
         lambda: dense(torch.bfloat16),

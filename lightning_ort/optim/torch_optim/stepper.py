@@ -61,7 +61,7 @@ def why_not(optimizer: Optimizer) -> str | None:
         known = ", ".join(dict.fromkeys(k.__name__ for k in FAMILIES))
         return (
             f"{kind.__module__}.{kind.__name__} is not known to lightning_ort, which has {known} (and subclasses "
-            "without a step of their own)"
+            "that override neither their step nor what it calls)"
         )
     return None
 
