@@ -35,6 +35,7 @@ class GrowingLists:
     def __init__(self, module: nn.Module) -> None:
         self._module, self._attributes = module, module.__dict__
         self._uses: dict[str, ListUses] = {}
+        self._read_again: dict[str, Callable[..., Any]] = {}  # before the next step of that name
         self._standins: dict[tuple[str | None, Any], GrowingList] = {}
         self._holders: dict[tuple[str | None, Any], int] = {}
         self._escaped: set[tuple[str | None, Any]] = set()
@@ -50,6 +51,9 @@ class GrowingLists:
         """Read ``method`` again, of which something is about to be compiled: hooks and functions may be there by now
         that were not when it was first called. Lists that they could tell from their stand-ins are put back."""
         if len(self._running) != 1:
+            return
+        if not self._placed:
+            self._read_again[step] = method
             return
         uses = self._uses[step] = uses_of_lists(self._module, method)
         for entry in list(self._placed):
@@ -69,6 +73,8 @@ class GrowingLists:
         if len(self._running) > 1:  # what was read of one step does not hold for another
             self._put_back()
             return
+        if step in self._read_again:
+            self.expect(step, self._read_again.pop(step))
         for name in self._uses[step].lists:
             self._stand_in(self._attributes, name, (None, name))
         for name, entries in self._dictionaries(step):

@@ -95,6 +95,8 @@ class _Reached:
     def __init__(self, module: nn.Module, method: Callable[..., Any]) -> None:
         self._names: set[str] = set()
         self._owners: set[type] = set()
+        self._bases: set[type] = set()
+        self._not_named: dict[str, list[Any]] = {}  # attributes of these, by a name that stands nowhere so far
         self._seen: set[types.FunctionType] = set()
         self._pending: list[tuple[types.FunctionType, bool]] = []
         self._packages = {_package(getattr(base, "__module__", None)) for base in type(module).__mro__} - _FRAMEWORKS
@@ -152,24 +154,26 @@ class _Reached:
     def _add_name(self, name: str) -> None:
         if name not in self._names:
             self._names.add(name)
-            for owner in list(self._owners):
-                self._add_attribute(owner, name)
-
-    def _add_attribute(self, owner: type, name: str) -> None:
-        for base in owner.__mro__:
-            if name in vars(base):
-                self._add(vars(base)[name])
+            for value in self._not_named.pop(name, ()):
+                self._add(value)
 
     def _add_class(self, owner: type, instantiated: bool = False) -> None:
         if instantiated:
-            self._add_attribute(owner, "__init__")
+            for base in owner.__mro__:
+                self._add(vars(base).get("__init__"))
         package = _package(getattr(owner, "__module__", None))  # a class that exec makes may have none
         if owner in self._owners or package in _FRAMEWORKS or package == "builtins":
             return
         self._owners.add(owner)
-        special = {n for base in owner.__mro__ for n in vars(base) if n.startswith("__") and n.endswith("__")}
-        for name in self._names | (special - _NOT_IN_STEPS) | {"forward"}:
-            self._add_attribute(owner, name)
+        for base in owner.__mro__:
+            if base not in self._bases:
+                self._bases.add(base)
+                for name, value in vars(base).items():
+                    special = name.startswith("__") and name.endswith("__") and name not in _NOT_IN_STEPS
+                    if special or name == "forward" or name in self._names:
+                        self._add(value)
+                    else:
+                        self._not_named.setdefault(name, []).append(value)
 
     def _add(self, value: Any, mentioned: bool = False) -> None:
         if isinstance(value, (staticmethod, classmethod, types.MethodType)):

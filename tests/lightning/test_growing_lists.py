@@ -21,6 +21,7 @@ from modules import Regressor, curve
 from parity import STRATEGY, assert_same_outcome, fit, step_report
 from torch.utils._pytree import tree_leaves
 
+from lightning_ort.lightning import growing_lists
 from lightning_ort.lightning.growing_lists import GrowingList, GrowingLists
 from lightning_ort.lightning.list_uses import uses_of_lists
 
@@ -645,6 +646,29 @@ def test_functions_that_come_later_are_read(make):
     )
     assert_same_outcome(eager, other)
     assert all(type(entry) is torch.Tensor for entry in other.module.history)
+
+
+class Breaking(Regressor):
+    """Is compiled in several parts, and lets no list grow."""
+
+    def training_step(self, batch, batch_idx):
+        h = self(batch[0])
+        torch._dynamo.graph_break()
+        h = h * 1.5
+        torch._dynamo.graph_break()
+        h = h + 0.5
+        torch._dynamo.graph_break()
+        h = h.exp()
+        torch._dynamo.graph_break()
+        return F.mse_loss(h, batch[1])
+
+
+def test_a_step_is_read_once_however_many_parts_are_compiled(monkeypatch):
+    read = []
+    monkeypatch.setattr(growing_lists, "uses_of_lists", lambda *a: read.append(a) or uses_of_lists(*a))
+    other = fit(Breaking, curve, strategy=STRATEGY, max_epochs=1, max_steps=4)
+    report = step_report(other.trainer, "training_step")
+    assert report.graphs > 4 and len(read) <= 3
 
 
 SOURCE = """
