@@ -52,17 +52,18 @@ def without_idle_dropouts(region: fx.GraphModule) -> None:
     """
     idle = [n for n in region.graph.nodes if n.op == "call_function" and n.target in _DROPOUTS and _is_idle(n)]
     for node in idle:
-        node.replace_all_uses_with(node.args[0])
+        (x,) = node.args[:1]
+        assert isinstance(x, fx.Node)
+        node.replace_all_uses_with(x)
         region.graph.erase_node(node)
     if idle:
         region.recompile()
 
 
 def _is_idle(dropout: fx.Node) -> bool:
-    x, p, training, *_ = *dropout.args, *(None,) * 3
-    p = dropout.kwargs.get("p", 0.5) if p is None else p
-    training = dropout.kwargs.get("training", dropout.kwargs.get("train", True)) if training is None else training
-    return isinstance(x, fx.Node) and (training is False or (not isinstance(p, fx.Node) and p == 0))
+    given = {**dict(zip(("input", "p", "training"), dropout.args, strict=False)), **dropout.kwargs}
+    training, p = given.get("training", given.get("train", True)), given.get("p", 0.5)
+    return bool(dropout.args) and (training is False or (not isinstance(p, fx.Node) and p == 0))
 
 
 def layout_of(node: fx.Node) -> torch.Tensor:

@@ -146,7 +146,9 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--samples", type=int, default=3, help="of each operator")
     parser.add_argument("--every", type=int, default=1, help="leave others of the operators out")
-    parser.add_argument("--first", type=int, default=0, help="operators to leave out before, for several runs side by side")
+    parser.add_argument(
+        "--first", type=int, default=0, help="operators to leave out before, for several runs side by side"
+    )
     parser.add_argument("--verify", action="store_true", help="with the check of first runs, which must refuse nothing")
     parser.add_argument("--seconds", type=float, default=math.inf)
     options = parser.parse_args()
