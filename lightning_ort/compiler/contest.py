@@ -28,7 +28,7 @@ from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.runtime.memory import release_free_memory
 from lightning_ort.validation import first_line
 
-__all__ = ["MARGIN", "MEMORY", "Choice", "Contest", "Key", "Memory", "learns", "measures", "race"]
+__all__ = ["MARGIN", "MEMORY", "Choice", "Contest", "Key", "Memory", "learns", "measures", "race", "wait_for"]
 
 _log = logging.getLogger(__name__)
 
@@ -139,16 +139,20 @@ def _measure_again(runs: Mapping[str, Callable[[], object]], seconds: dict[str, 
             seconds[name] = min(seconds[name], again)
 
 
+def wait_for(device: torch.device) -> None:
+    """Return when a GPU that Python has left work to has done it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def _completed(run: Callable[..., object], device: torch.device) -> Callable[..., object]:
-    """``run``, until a GPU that Python has left work to has done it."""
-    if device.type != "cuda":
-        return run
+    """``run``, until the device has done it."""
 
     def complete(*args: Any) -> None:
         run(*args)
-        torch.cuda.synchronize(device)
+        wait_for(device)
 
-    return complete
+    return complete if device.type == "cuda" else run
 
 
 def _timed(run: Callable[[], object]) -> float:
@@ -274,7 +278,7 @@ class Key:
         sizes = [[hint(size) for size in x.shape] for x in tensors]
         elements = sum(math.prod(row) for x, row in zip(tensors, sizes, strict=True) if not x.requires_grad)
         whole = [common, graph.code, sizes, is_open]
-        means = [_means(config), *map(_gpu, {x.device for x in tensors if x.device.type == "cuda"})]
+        means = _means(config, *{x.device for x in tensors})
         return cls(_hashed([common, means]), _hashed([whole, means]), elements, _hashed(whole))
 
     @classmethod
@@ -285,17 +289,18 @@ class Key:
         return cls(name, name, elements, _hashed(whole))
 
     @classmethod
-    def of_step(cls, name: str, parts: Any, elements: int, config: RuntimeConfig) -> Key:
+    def of_step(cls, name: str, parts: Any, elements: int, config: RuntimeConfig, device: torch.device) -> Key:
         """Take it from the ``name`` of a step function and the ``parts`` that make it what it is, but for sizes."""
         whole = ["step", name, parts]
-        means = _means(config)
+        means = _means(config, device)
         return cls(_hashed([whole, means]), _hashed([whole, elements, means]), elements, _hashed([whole, elements]))
 
 
-def _means(config: RuntimeConfig) -> list[Any]:
-    """What the time of everything depends on."""
+def _means(config: RuntimeConfig, *devices: torch.device) -> list[Any]:
+    """What the time of everything depends on that is computed on ``devices``."""
     options = [config.providers, config.provider_options, _described(config.session_options), config.placement]
-    return [options, torch.get_num_threads(), _machine()]
+    gpus = [_gpu(device) for device in devices if device.type == "cuda"]
+    return [options, torch.get_num_threads(), _machine(), *gpus]
 
 
 def _gpu(device: torch.device) -> list[Any]:

@@ -113,7 +113,7 @@ def as_declared(graph: fx.GraphModule, run: Callable[..., Any]) -> Callable[...,
     """
     convert: list[tuple[int, Callable[[Any], Any]]] = []
     for i, node in enumerate(graph.graph.find_nodes(op="placeholder")):
-        source, val = source_of(node), node.meta["example_value"]
+        source, val = source_of(node), node.meta.get("example_value")  # none in a graph that is not Dynamo's
         if isinstance(val, torch.SymInt) and not isinstance(source, TensorPropertySource):
             convert.append((i, operator.index))
         elif (isinstance(source, RandomValueSource) and val.is_floating_point()) or _is_float(node):

@@ -125,9 +125,8 @@ class CompiledSteps(CompiledMethods):
         turns, strategy = None, trainer.strategy
         # as many calls as the others need not be made of what is not for training
         together = trainer.world_size == 1 or (name == "training_step" and strategy.waits_each_step)
-        # a GPU computes while Python goes on: what a call takes does not tell
-        timed = strategy.root_device.type == "cpu"
-        if together and timed and not self._uncompiled and self._backend.measures():
+        device = strategy.root_device
+        if together and not self._uncompiled and self._backend.measures():
 
             def parts() -> list[Any]:
                 shapes = [(tuple(p.shape), p.dtype, p.requires_grad) for p in module.parameters()]
@@ -135,11 +134,12 @@ class CompiledSteps(CompiledMethods):
                 return [called, shapes, trainer.precision, trainer.world_size]
 
             def means(numbers: Sequence[float]) -> list[float]:
-                mine = torch.tensor([float(x) for x in numbers], dtype=torch.float64)
+                mine = torch.tensor([float(x) for x in numbers], dtype=torch.float64, device=device)
                 return strategy.reduce(mine, reduce_op="mean").tolist()
 
             phases = 2 if name == "training_step" and module.automatic_optimization else 1
-            turns = Turns(step, parts, self._backend.config, phases, alone if trainer.world_size == 1 else means)
+            by = alone if trainer.world_size == 1 else means
+            turns = Turns(step, parts, self._backend.config, phases, by, device)
         self._turns[name] = turns
         return turns
 

@@ -14,13 +14,16 @@ from collections.abc import Callable, Hashable, Sequence
 from time import perf_counter
 from typing import Any
 
-from lightning_ort.compiler.contest import MARGIN, MEMORY, Choice, Key
+import torch
+
+from lightning_ort.compiler.contest import MARGIN, MEMORY, Choice, Key, wait_for
 from lightning_ort.lightning.open_sizes import tensors_of
 from lightning_ort.report import StepReport, timeline
 from lightning_ort.runtime.config import RuntimeConfig
 
 __all__ = ["Turns", "alone"]
 
+_CPU = torch.device("cpu")
 _IN_GRAPHS, _AS_IT_IS = "graphs", "eager"
 
 _CALM = 16
@@ -55,6 +58,7 @@ class Turns:
         config: of the sessions.
         phases: how many times :meth:`note` adds up to a call: what lies between them is not counted.
         means: gives the means of numbers over all processes, each of which calls it with its own.
+        device: what the calls compute on, and what is waited for before a call and behind each of its phases.
 
     Attributes:
         step: the account.
@@ -69,8 +73,10 @@ class Turns:
         config: RuntimeConfig,
         phases: int,
         means: Callable[[Sequence[float]], Sequence[float]] = alone,
+        device: torch.device = _CPU,
     ) -> None:
         self.step, self._parts, self._config, self._phases, self._means = step, parts, config, phases, means
+        self._device = device
         self._look = _LOOK if means is alone else _LOOK_TOGETHER
         self._begin()
 
@@ -88,6 +94,8 @@ class Turns:
 
     def note(self, began: float) -> None:
         """A part of the present call, which ``began`` at that second of ``time.perf_counter``, has ended."""
+        if self._present:
+            wait_for(self._device)
         self._elapsed.append(perf_counter() - began)
 
     def next(self, args: Any, compilations: int, state: Hashable) -> bool:
@@ -112,6 +120,7 @@ class Turns:
             self._present = _ORDER[row % len(_ORDER)]
             self._size = elements if place >= _COLD else None
             self._in_rows += 1
+            wait_for(self._device)
         return self.step.as_it_is or self._present == _AS_IT_IS
 
     @property
@@ -179,7 +188,7 @@ class Turns:
 
     def _key(self) -> Key:
         graphs = [(g.executor, g.begins, g.ends, g.calls, g.elements, sorted(g.inputs)) for g in self.step.each_graph]
-        return Key.of_step(self.step.name, [*self._parts(), graphs], self._elements, self._config)
+        return Key.of_step(self.step.name, [*self._parts(), graphs], self._elements, self._config, self._device)
 
 
 def _usual(row: Sequence[float]) -> float:

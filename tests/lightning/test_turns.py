@@ -185,10 +185,12 @@ def test_a_module_that_torch_has_compiled(takes):
 class Calls:
     """A step function in which a clock of its own passes."""
 
+    device = torch.device("cpu")
+
     def __init__(self, monkeypatch, in_graphs=1.0, as_it_is=2.0):
         self.step, self.now, self.compilations = StepReport("training_step", graphs=1), 0.0, 1
         self.seconds = {False: in_graphs / 1e3, True: as_it_is / 1e3}
-        self.turns = Turns(self.step, lambda: ["a step"], RuntimeConfig(), phases=2)
+        self.turns = Turns(self.step, lambda: ["a step"], RuntimeConfig(), phases=2, device=self.device)
         monkeypatch.setattr(turns, "perf_counter", lambda: self.now)
 
     def call(self, size=64, state=0, phases=2):
@@ -196,9 +198,12 @@ class Calls:
         self.turns.calls += 1
         for _ in range(phases):
             began = self.now
-            self.now += self.seconds[as_it_is] / 2
+            self.compute(self.seconds[as_it_is] / 2)
             self.turns.note(began)
         return as_it_is
+
+    def compute(self, seconds):
+        self.now += seconds
 
     def until_decided(self, **arguments):
         made = []
@@ -206,6 +211,27 @@ class Calls:
             made.append(self.call(**arguments))
             assert len(made) < 1000
         return made
+
+
+class CallsOfAGPU(Calls):
+    """Python goes on after 10 microseconds."""
+
+    device, queued, waits = torch.device("cuda"), 0.0, 0
+
+    def __init__(self, monkeypatch, *milliseconds):
+        super().__init__(monkeypatch, *milliseconds)
+        monkeypatch.setattr(turns, "wait_for", self.wait)
+        monkeypatch.setattr(contest, "_gpu", lambda device: [f"the GPU {device}"])
+
+    def compute(self, seconds):
+        self.now += 1e-5
+        self.queued += seconds - 1e-5
+
+    def wait(self, device):
+        assert device == self.device
+        self.waits += 1
+        self.now += self.queued
+        self.queued = 0.0
 
 
 @pytest.fixture
@@ -267,6 +293,15 @@ def test_calls_of_one_size_are_compared(calls):
         made += 1
     assert dict(calls.step.turns) == {"graphs": 2.0, "eager": 1.0}
     assert made < 100
+
+
+@pytest.mark.parametrize("as_it_is", [0.5, 2.0])
+def test_what_a_gpu_still_computes_counts(as_it_is, measuring, monkeypatch):
+    calls = CallsOfAGPU(monkeypatch, 1.0, as_it_is)
+    made = calls.until_decided()
+    assert made == [False] * 16 + ROWS + [as_it_is < 1.0]
+    assert dict(calls.step.turns) == pytest.approx({"graphs": 1.0, "eager": as_it_is})
+    assert calls.waits == 3 * len(ROWS)  # and for none of the others
 
 
 def test_patience_ends(calls):
