@@ -36,7 +36,7 @@ from torch._dynamo.variables.lists import BaseListVariable, DequeVariable, Tuple
 from torch._dynamo.variables.misc import AutogradFunctionVariable, NumpyVariable, RandomVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, supported_comparison_ops
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
-from torch._dynamo.variables.user_defined import UserDefinedTupleVariable
+from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedTupleVariable
 
 from lightning_ort.compiler.dynamo_changes import LOST_CHANGES, changing
 from lightning_ort.compiler.dynamo_comparisons import comparing, is_value, known, leave_to_python, of_numpy
@@ -315,6 +315,11 @@ def _is_differentiated(self: Any, *args: Any) -> str | None:
     return None
 
 
+def _is_finalized(self: Any, tx: Any, *args: Any) -> str | None:
+    """Dynamo makes objects of its own to look at, without ``__init__``, and none of those that the step lets go of."""
+    return f"an object of {self.value.__name__}, whose class has __del__," if hasattr(self.value, "__del__") else None
+
+
 _FAITHLESS: list[tuple[type, str, Callable[..., str | None]]] = [
     (VariableBuilder, "wrap_unspecialized_primitive", _is_drawn),
     (CollectiveFunctionRewriteVariable, "call_function", _is_collective),
@@ -322,6 +327,7 @@ _FAITHLESS: list[tuple[type, str, Callable[..., str | None]]] = [
     (HasAttrBuiltinVariable, "call_function", _tells),
     (RandomVariable, "call_method", _draws),
     (AutogradFunctionVariable, "call_apply", _is_differentiated),
+    (UserDefinedClassVariable, "call_function", _is_finalized),
     *LOST_CHANGES,
 ]
 """Methods of Dynamo, and what says whether a call of one is to be a graph break, by the call's arguments."""

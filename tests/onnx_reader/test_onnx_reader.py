@@ -80,6 +80,27 @@ def test_running_statistics_move_in_training_and_count_in_evaluation() -> None:
     torch.testing.assert_close(y, (x - 0.2 * x.mean(0)) / (module.var + 1e-5).sqrt())
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_scales_that_are_expanded_constants_have_the_gradients_of_whole_ones(training: bool) -> None:
+    """As the exporter writes layers without weights of their own."""
+    zeros, ones = np.zeros(5, np.float32), np.ones(5, np.float32)
+    mode = "<training_mode=1>" if training else ""
+    outputs = "y, m, v" if training else "y"
+    made = "s = Expand(one, five) b = Expand(zero, five)"
+    node = f"{outputs} = BatchNormalization{mode}(x, s, b, mean, var)"
+    expanded = {"one": np.float32([1.5]), "zero": np.float32([0.5]), "five": np.int64([5])}
+    whole = {"s": np.full(5, 1.5, np.float32), "b": np.full(5, 0.5, np.float32)}
+    x = torch.randn(6, 5)
+    found = []
+    for nodes, weights in ((f"{made} {node}", expanded), (node, whole)):
+        text = f"g (float[N,5] x) => (float[N,5] y) {{ {nodes} }}"
+        module = to_torch(parse(text, mean=zeros, var=ones * 4, **weights))
+        given = x.clone().requires_grad_()
+        module(given)[0].square().cumsum(0).sum().backward()
+        found.append(given.grad)
+    torch.testing.assert_close(*found)
+
+
 SAVED = NORM.replace("m, v =", "m, v, saved, saved_var =").replace("training_mode=1, ", "")
 
 

@@ -46,6 +46,8 @@ class BatchNormalization(nn.Module):
     ) -> Any:
         if n_read > 3:
             raise UnsupportedError(f"{label}: saved statistics (outputs 4 and 5) cannot be read")
+        # torch's gradient of rows reads what has been expanded as if it lay in memory entry by entry
+        scale, bias = scale.contiguous(), bias.contiguous()
         trains = training_mode if opset >= 14 else n_outputs > 1
         if not (trains and self.training):
             y = _normalized(x, scale, bias, input_mean, input_var, epsilon)

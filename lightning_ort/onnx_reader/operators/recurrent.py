@@ -40,7 +40,7 @@ def _check(kind: str, direction: str, lengths: Any, x: Tensor, activations: Any,
     if clip is not None:
         raise UnsupportedError(f"{kind}: clip cannot be read")
     if lengths is not None and any(n != x.shape[0] for n in lengths):
-        raise UnsupportedError(f"{kind}: sequences of several lengths cannot be read")
+        raise UnsupportedError(f"{kind}: sequences shorter than the data cannot be read")
     return directions
 
 
