@@ -47,6 +47,13 @@ def _both(step):
     return found
 
 
+def _assert_as_in_eager(step):
+    (eager, expected), (net, loss) = _both(step)
+    torch.testing.assert_close(loss, expected)
+    for p, q in zip(net.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
 @pytest.mark.parametrize("same", SAME.values(), ids=SAME.keys())
 def test_an_input_that_is_given_back_is_that_input(same):
     def step(net, x):
@@ -65,10 +72,7 @@ def test_gradients_by_weights_that_are_given_back(same):
         grads = torch.autograd.grad(loss, weights, create_graph=True, allow_unused=True)
         return loss + sum(g.square().sum() for g in grads if g is not None)
 
-    (eager, expected), (net, loss) = _both(step)
-    torch.testing.assert_close(loss, expected)
-    for p, q in zip(net.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
+    _assert_as_in_eager(step)
 
 
 @pytest.mark.parametrize("same", SAME.values(), ids=SAME.keys())
@@ -79,10 +83,7 @@ def test_gradients_by_an_activation_under_another_name(same):
         (g,) = torch.autograd.grad(loss, same(h), create_graph=True)
         return loss + g.square().sum()
 
-    (eager, expected), (net, loss) = _both(step)
-    torch.testing.assert_close(loss, expected)
-    for p, q in zip(net.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
+    _assert_as_in_eager(step)
 
 
 @pytest.mark.parametrize("same", SAME.values(), ids=SAME.keys())
