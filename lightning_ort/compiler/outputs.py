@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -38,7 +38,7 @@ class OutputLayout:
         for node in placeholders:
             node.meta.setdefault("val", node.meta.get("example_value"))
         sizes = Sizes(placeholders)
-        self.views: dict[int, InputView | OutputView | OutputAgain] = {**_input_views(graph, sizes)}
+        self.views: dict[int, InputView | OutputView] = {**_input_views(graph, sizes)}
         self.views |= _again(self.values)
         self.views |= output_views(self.values, self.views, sizes)
         for i, view in self.views.items():
@@ -104,7 +104,7 @@ class OutputLayout:
         numbers = executable.numbers(args) if executable.has_numbers else ()
         outputs: list[Any] = []
         for i, part in enumerate(self._parts):
-            if part is None or isinstance(part, (OutputView, OutputAgain)):
+            if part is None or isinstance(part, OutputView):
                 outputs.append(numbers[i] if numbers and part is None else None)
             elif isinstance(part, tuple):
                 position, change = part
@@ -112,7 +112,7 @@ class OutputLayout:
             else:
                 outputs.append(part(args))
         for i, part in enumerate(self._parts):
-            if isinstance(part, (OutputView, OutputAgain)):
+            if isinstance(part, OutputView):
                 outputs[i] = part(args, outputs)
         return outputs
 
@@ -170,37 +170,30 @@ class InputView:
 class OutputView:
     """An output that torch would give as a view of output number ``source``, which fills its memory from the start.
 
-    A change in place of one is a change of the other.
+    A change in place of one is a change of the other. Without ``geometry`` it is that output once more: the same
+    tensor, as ``h`` and ``h.contiguous()`` are.
     """
 
     source: int
-    geometry: Callable[[Sequence[Any]], tuple[Any, ...]]
+    geometry: Callable[[Sequence[Any]], tuple[Any, ...]] | None
     rank: int
     differentiable: bool
 
     def __call__(self, args: Sequence[Any], outputs: Sequence[Any]) -> torch.Tensor:
+        if self.geometry is None:
+            again: torch.Tensor = outputs[self.source]
+            return again
         numbers = self.geometry(args)
         size, stride, offset = numbers[: self.rank], numbers[self.rank : 2 * self.rank], numbers[-1]
         whole = outputs[self.source] if self.differentiable else outputs[self.source].detach()
         return whole.contiguous().as_strided(size, stride, whole.storage_offset() + offset)
 
 
-@dataclasses.dataclass(frozen=True)
-class OutputAgain:
-    """An output that is output number ``source`` once more: the same tensor, as ``h`` and ``h.contiguous()`` are."""
-
-    source: int
-    differentiable: ClassVar[bool] = False  # but by way of the other
-
-    def __call__(self, args: Sequence[Any], outputs: Sequence[Any]) -> torch.Tensor:
-        again: torch.Tensor = outputs[self.source]
-        return again
-
-
-def _again(values: Sequence[Any]) -> dict[int, OutputAgain]:
+def _again(values: Sequence[Any]) -> dict[int, OutputView]:
+    """Output number to the earlier output that it is, whose gradients are its own."""
     first: dict[int, int] = {}  # by identity: fake tensors are what torch gave, and know when it gave one again
     tensors = ((i, x) for i, x in enumerate(values) if isinstance(x, torch.Tensor))
-    return {i: OutputAgain(j) for i, x in tensors if (j := first.setdefault(id(x), i)) != i}
+    return {i: OutputView(j, None, x.dim(), False) for i, x in tensors if (j := first.setdefault(id(x), i)) != i}
 
 
 def output_views(values: Sequence[Any], known: Collection[int], sizes: Sizes) -> dict[int, OutputView]:

@@ -94,8 +94,7 @@ class _Reached:
 
     def __init__(self, module: nn.Module, method: Callable[..., Any]) -> None:
         self._names: set[str] = set()
-        self._owners: set[type] = set()
-        self._bases: set[type] = set()
+        self._classes: set[type] = set()
         self._not_named: dict[str, list[Any]] = {}  # attributes of these, by a name that stands nowhere so far
         self._seen: set[types.FunctionType] = set()
         self._pending: list[tuple[types.FunctionType, bool]] = []
@@ -162,18 +161,18 @@ class _Reached:
             for base in owner.__mro__:
                 self._add(vars(base).get("__init__"))
         package = _package(getattr(owner, "__module__", None))  # a class that exec makes may have none
-        if owner in self._owners or package in _FRAMEWORKS or package == "builtins":
+        if package in _FRAMEWORKS or package == "builtins":
             return
-        self._owners.add(owner)
         for base in owner.__mro__:
-            if base not in self._bases:
-                self._bases.add(base)
-                for name, value in vars(base).items():
-                    special = name.startswith("__") and name.endswith("__") and name not in _NOT_IN_STEPS
-                    if special or name == "forward" or name in self._names:
-                        self._add(value)
-                    else:
-                        self._not_named.setdefault(name, []).append(value)
+            if base in self._classes:
+                continue
+            self._classes.add(base)
+            for name, value in vars(base).items():
+                special = name.startswith("__") and name.endswith("__") and name not in _NOT_IN_STEPS
+                if special or name == "forward" or name in self._names:
+                    self._add(value)
+                else:
+                    self._not_named.setdefault(name, []).append(value)
 
     def _add(self, value: Any, mentioned: bool = False) -> None:
         if isinstance(value, (staticmethod, classmethod, types.MethodType)):

@@ -139,7 +139,7 @@ class CompiledSteps(CompiledMethods):
 
             phases = 2 if name == "training_step" and module.automatic_optimization else 1
             by = alone if trainer.world_size == 1 else means
-            turns = Turns(step, parts, self._backend.config, phases, by, device)
+            turns = Turns(step, parts, self._backend.config, phases, device, by)
         self._turns[name] = turns
         return turns
 

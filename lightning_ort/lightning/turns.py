@@ -23,7 +23,6 @@ from lightning_ort.runtime.config import RuntimeConfig
 
 __all__ = ["Turns", "alone"]
 
-_CPU = torch.device("cpu")
 _IN_GRAPHS, _AS_IT_IS = "graphs", "eager"
 
 _CALM = 16
@@ -57,8 +56,8 @@ class Turns:
         parts: gives what makes the step what it is, besides its graphs.
         config: of the sessions.
         phases: how many times :meth:`note` adds up to a call: what lies between them is not counted.
-        means: gives the means of numbers over all processes, each of which calls it with its own.
         device: what the calls compute on, and what is waited for before a call and behind each of its phases.
+        means: gives the means of numbers over all processes, each of which calls it with its own.
 
     Attributes:
         step: the account.
@@ -72,8 +71,8 @@ class Turns:
         parts: Callable[[], Sequence[Any]],
         config: RuntimeConfig,
         phases: int,
+        device: torch.device,
         means: Callable[[Sequence[float]], Sequence[float]] = alone,
-        device: torch.device = _CPU,
     ) -> None:
         self.step, self._parts, self._config, self._phases, self._means = step, parts, config, phases, means
         self._device = device
