@@ -85,7 +85,8 @@ def print_table(
     """Print ``rows``, what they were measured on, and what failed; the first two columns are names."""
     table = Table(caption=caption(report), caption_justify="left", box=box.SIMPLE, pad_edge=False)
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i < 2 else "right", no_wrap=True)
+        lists = any(", " in row[i] for row in rows)  # which may have several lines, so that no figure is cut
+        table.add_column(column, justify="left" if i < 2 else "right", no_wrap=not lists)
     for i, row in enumerate(rows):
         # the name of a group stands in its first row
         table.add_row(*row, end_section=bool(i + 1 < len(rows) and rows[i + 1][0]))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from rich.console import Console
 
 from lightning_ort.bench.advice import advice, break_even, stretches
-from lightning_ort.bench.table import caption, markdown_table, step_columns, step_rows
+from lightning_ort.bench.table import caption, markdown_table, print_table, step_columns, step_rows
 
 pytestmark = pytest.mark.stock_only
 
@@ -73,6 +74,21 @@ def test_advice_in_words():
 def test_table_shows_who_runs_the_graphs(compiler, told):
     row = result("ort", 0.4, 1.5, peak_mb=440.0, threads=2, speed=None, compiler=compiler)
     assert next(step_rows([row]))[8] == told
+
+
+def test_printed_table_cuts_no_figure(capsys):
+    compiler = {"graphs": 12, "graphs_in_torch": 11, "as_they_are": ["training_step"]}
+    speed = {"median": 1.25, "least": 1.2, "most": 1.3}
+    ort = result("ort", 12.5, 10.5, peak_mb=4400.0, threads=2, speed=speed, compiler=compiler)
+    auto = result("auto", 13.5, peak_mb=4000.0, threads=2, speed=speed, compiler={})
+    rows = list(step_rows([auto, ort]))
+    machine = {"cpu": "Abacus", "cores": 2, "memory_gb": 8.0, "load_average": 0.0}
+    report = {"date": "", "machine": machine, "versions": {}, "settings": {}, "results": [auto, ort]}
+    print_table(step_columns(), rows, report, Console(width=120))
+    printed = capsys.readouterr().out
+    assert "…" not in printed
+    for cell in (cell for row in rows for cell in row):
+        assert all(word in printed for word in cell.split())
 
 
 def test_table_shows_ratios_and_failures():
