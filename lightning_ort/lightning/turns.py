@@ -36,7 +36,7 @@ _ENOUGH = 6
 _CLEAR, _CYCLES = 0.1, 5
 """the share of its time by which the slower way is clearly slower; where neither is, all rows are made so often"""
 _LONG = 0.02
-"""seconds of a call to which what surrounds its graphs adds little"""
+"""seconds of a call to which what surrounds each of its graphs adds little"""
 _PATIENCE = 400
 """calls after which graphs stay, because calls that are alike are too rare"""
 _LOOK, _LOOK_TOGETHER = 8, 256
@@ -157,7 +157,7 @@ class Turns:
         nothing: dict[str, list[float]] = {who: [] for who in _WAYS}
         self._elements, times = max(self._times.items(), key=_fewest, default=(0, nothing))
         graphs = times[_IN_GRAPHS]
-        is_long = self._in_rows == _ROW and bool(graphs) and min(graphs) > _LONG
+        is_long = self._in_rows == _ROW and bool(graphs) and min(graphs) > _LONG * (1 + len(self.step.graph_breaks))
         has_enough = self._in_rows % (_ROW * len(_ORDER)) == 0 and _fewest((self._elements, times)) >= _ENOUGH
         in_ort = self.step.graphs > self.step.graphs_in_torch
         seconds = [_usual(times[who]) if has_enough else 0.0 for who in _WAYS]

@@ -16,7 +16,7 @@ from lightning_ort import ORTPrecision, ORTStrategy
 from lightning_ort.compiler import contest
 from lightning_ort.lightning import turns
 from lightning_ort.lightning.turns import Turns
-from lightning_ort.report import StepReport
+from lightning_ort.report import GraphBreak, StepReport
 from lightning_ort.runtime.config import RuntimeConfig
 
 pytestmark = [needs_ort, pytest.mark.stock_only]
@@ -317,6 +317,12 @@ def test_long_calls_stay_in_graphs(measuring, monkeypatch):
     calls = Calls(monkeypatch, 30.0, 15.0)
     made = calls.until_decided()
     assert len(made) < 30 and not any(made)
+
+
+def test_long_calls_of_many_graphs_are_compared(measuring, monkeypatch):
+    calls = Calls(monkeypatch, 30.0, 15.0)
+    calls.step.graph_breaks.append(GraphBreak("a list of lengths", "step.py:1"))
+    assert calls.until_decided() == [False] * 16 + ROWS + [True]
 
 
 def test_larger_data_are_measured_anew(measuring, monkeypatch):
