@@ -157,11 +157,11 @@ class Reader:
             attributes["label"] = label_of(node)
         if "input_dtype" in row.extras and not isinstance(inputs[0], Computed):
             attributes["input_dtype"] = dtype_of(inputs[0])
-        if not domain and node.op_type == "Shape" and isinstance(inputs[0], Number) and inputs[0].length is not None:
-            inputs[0] = Constant(torch.empty(inputs[0].length, device="meta"))
+        if not domain and node.op_type in ("Shape", "Size"):
+            inputs = [self._geometry(inputs[0])]
         number = number_type(node.op_type, inputs, attributes) if not domain else None
         if number is not None:
-            self.values[node.output[0]] = self._as_number(node, inputs, attributes, *number)
+            self._as_numbers(node, inputs, attributes, *number)
             return
         if inputs and not row.random and not row.module and all(v is None or isinstance(v, Constant) for v in inputs):
             self._fold(node, row, inputs, attributes, outputs)
@@ -174,7 +174,15 @@ class Reader:
             ]
         self._call(node, row, arguments, attributes, outputs)
 
-    def _as_number(
+    def _geometry(self, value: Value | None) -> Value | None:
+        """A tensor without values where the shape of ``value`` is the same for all batches: of weights, of lists."""
+        if isinstance(value, Number) and value.length is not None:
+            return Constant(torch.empty(value.length, device="meta"))
+        if isinstance(value, Computed) and value.node.op == "get_attr":
+            return Constant(python_operator.attrgetter(str(value.node.target))(self._root).detach().to("meta"))
+        return value
+
+    def _as_numbers(
         self,
         node: onnx.NodeProto,
         inputs: Sequence[Value | None],
@@ -182,7 +190,7 @@ class Reader:
         name: str,
         dtype: torch.dtype,
         rank: int,
-    ) -> Number:
+    ) -> None:
         if name in ("Shape", "Size"):
             target: Callable[..., Any] = OPERATORS["", name].function
             arguments = [self.tensor(inputs[0], node.input[0])]
@@ -190,8 +198,13 @@ class Reader:
             target = shape_arithmetic.NUMBER_OPERATORS[name]
             arguments = [None if v is None else self._number(v) for v in inputs]
         call = self._named(self.graph.call_function(target, tuple(arguments), attributes), node)
+        if name == "Split":
+            for i, part in enumerate(node.output):
+                self.values[part] = Number(self.graph.call_function(python_operator.getitem, (call, i)), dtype, rank)
+            return
         of_sizes = name == "Shape" and isinstance(inputs[0], Number)
-        return Number(call, dtype, rank, of_sizes, length_of(name, inputs, attributes) if rank else None)
+        length = length_of(name, inputs, attributes) if rank else None
+        self.values[node.output[0]] = Number(call, dtype, rank, of_sizes, length)
 
     def _number(self, value: Value) -> Any:
         return shape_arithmetic.as_number(value.tensor) if isinstance(value, Constant) else value.node

@@ -7,6 +7,7 @@ computed as well, a number that is 1 or 0: an answer for the sizes of a trace wo
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -254,9 +255,32 @@ def reshape(value: Numbers, shape: list[int], *, allowzero: int = 0) -> Numbers:
     return values if shape else values[0]
 
 
-@_numbers("Flatten")
-def flatten(value: list[Any], *, axis: int = 1) -> list[Any]:
+@_numbers("Transpose")
+def transpose(value: Numbers, *, perm: Any = None) -> Numbers:
     return value
+
+
+@_numbers("Expand")
+def expand(value: Numbers, shape: list[int]) -> Numbers:
+    values = value if isinstance(value, (list, tuple)) else [value]
+    if not shape:
+        return value
+    return list(values) * shape[0] if len(values) == 1 else list(values)
+
+
+@_numbers("Tile")
+def tile(value: Numbers, repeats: list[int]) -> Numbers:
+    return list(value) * repeats[0] if repeats else value
+
+
+@_numbers("Split")
+def split(
+    values: list[Any], split: Any = None, *, axis: int = 0, num_outputs: int | None = None, n_outputs: int
+) -> list[list[Any]]:
+    parts = num_outputs or n_outputs
+    lengths = split or [-(-len(values) // parts)] * parts  # the last one is as long as what is left
+    ends = itertools.accumulate(lengths)
+    return [list(values[end - n : end]) for end, n in zip(ends, lengths, strict=True)]
 
 
 def _reduction(function: Callable[[Any, Any], Any], start: Any) -> Callable[..., Any]:
@@ -318,9 +342,15 @@ def number_type(
     if op_type == "Reshape":
         length = _length(present[1])
         return (op_type, dtype, length) if length in (0, 1) else None
-    if op_type == "Flatten":
-        return None
-    return op_type, dtype, 1  # Concat, Slice
+    if op_type == "Transpose":
+        return op_type, dtype, rank
+    if op_type == "Expand":
+        shape = present[1]
+        length = 1 if isinstance(shape, Number) and shape.of_sizes else _length(shape)
+        return (op_type, dtype, max(rank, length)) if length in (0, 1) else None
+    if op_type == "Tile":
+        return (op_type, dtype, rank) if _length(present[1]) == rank else None
+    return op_type, dtype, 1  # Concat, Slice, Split
 
 
 def _elementwise_type(

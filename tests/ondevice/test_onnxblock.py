@@ -272,10 +272,19 @@ def test_an_evaluation_model_does_not_train() -> None:
     ones, zeros = np.ones(3, np.float32), np.zeros(3, np.float32)
     block = Mean()
     block.requires_grad("s")
+    with (
+        onnxblock.base(parse(text, s=ones, b=zeros, mean=zeros, var=ones)),
+        pytest.raises(UnsupportedError, match=r"Training changes 'mean', 'var', .*requires_grad\(name, False\)"),
+    ):
+        block("y")
+    block = Mean()
+    block.requires_grad("s")
+    block.requires_grad("mean", False)
+    block.requires_grad("var", False)
     with onnxblock.base(parse(text, s=ones, b=zeros, mean=zeros, var=ones)):
         block("y")
     evaluation = block.to_model_proto()[1]
-    feed = {"x": floats(4, 3), "s": ones}
+    feed = {"x": floats(4, 3), "s": ones, "mean": zeros, "var": ones}
     session = onnxruntime.InferenceSession(evaluation.SerializeToString(), providers=["CPUExecutionProvider"])
     np.testing.assert_allclose(session.run(None, feed)[0], floats(4, 3).mean() / (1 + 1e-5) ** 0.5, rtol=1e-5)
 

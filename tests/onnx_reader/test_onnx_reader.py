@@ -295,6 +295,38 @@ def test_sizes_that_are_reduced_along_no_axis_stay_as_they_are(operator: str) ->
     assert to_torch(parse(text, 20))(torch.zeros(4, 6))[0].shape == (4, 6)
 
 
+MOVED = {
+    "Expand": "k = Constant<value = int64[1] {2}>() u = Unsqueeze(n, zero) e = Expand(u, k) t = Slice(e, zero, one)",
+    "Expand of a number": "k = Constant<value = int64[1] {1}>() t = Expand(n, k)",
+    "Expand to as many as there are sizes": "k = Shape(s) e = Expand(n, k) t = Slice(e, zero, one)",
+    "Tile": "u = Unsqueeze(n, zero) e = Tile(u, two) t = Slice(e, one, two)",
+    "Transpose": "u = Unsqueeze(n, zero) t = Transpose<perm=[0]>(u)",
+    "Split": "t, rest = Split<num_outputs=2>(s)",
+    "Split into parts": "k = Constant<value = int64[2] {1, 1}>() t, rest = Split(s, k)",
+    "Split without the last part": "all = Concat<axis=0>(s, s, s) a, b, c = Split<num_outputs=3>(all) t = Slice(b, zero, one)",
+}
+
+
+@pytest.mark.parametrize("of", ["x", "w"])
+@pytest.mark.parametrize("operators", MOVED.values(), ids=list(MOVED))
+def test_sizes_that_are_moved(operators: str, of: str) -> None:
+    """Those of a batch stay numbers, those of a weight are constants."""
+    shape = f"s = Shape({of}) z = Constant<value = int64 {{0}}>() n = Gather(s, z)"
+    constants = " ".join(
+        f"{name} = Constant<value = int64[1] {{{value}}}>()" for value, name in enumerate(["zero", "one", "two"])
+    )
+    last = "l = Constant<value = int64[1] {-1}>() target = Concat<axis=0>(t, l) y = Reshape(p, target)"
+    model = parse(f"g (float[N,6] x) => (float[A,B] y) {{ {shape} {constants} {operators} p = MatMul(x, w) {last} }}", 20)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((6, 6), np.float32), "w"))
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    module = to_torch(model)
+    for rows in (12, 6):
+        x = torch.randn(rows, 6)
+        (found,), (expected,) = module(x), session.run(None, {"x": x.numpy()})
+        torch.testing.assert_close(found.detach(), torch.from_numpy(expected))
+        assert len(found) == (rows if of == "x" else 6)
+
+
 IF = """g (float[2] x, bool c) => (float[2] y) {
     k = Constant<value = bool {1}>()
     y = If(CONDITION) <
@@ -492,6 +524,15 @@ def dynamo_export(module: nn.Module, *inputs: Tensor, **options: Any) -> onnx.Mo
         program = torch.onnx.export(module, inputs, dynamo=True, verbose=False, **options)
     assert program is not None
     return program.model_proto
+
+
+def test_a_bias_that_the_exporter_makes_of_the_shape_of_a_weight() -> None:
+    module, x = nn.Conv2d(2, 4, 3, bias=False), torch.randn(3, 2, 4, 4)
+    model = dynamo_export(module, x, optimize=False)
+    assert "Expand" in {node.op_type for function in model.functions for node in function.node} | {
+        node.op_type for node in model.graph.node
+    }
+    torch.testing.assert_close(to_torch(model)(x)[0], module(x))
 
 
 class Folded(nn.Module):

@@ -19,6 +19,7 @@ from lightning_ort.ondevice.names import check_names
 from lightning_ort.onnx_reader import to_torch
 from lightning_ort.optim.update.update import reads_last
 from lightning_ort.runtime.tensors import ONNX
+from lightning_ort.validation import listed
 
 __all__ = ["derived", "evaluation_model", "is_foreign", "training_model"]
 
@@ -189,7 +190,8 @@ def derived(model: onnx.ModelProto, state: TrainingState, inputs: Sequence[str] 
         inputs: inputs of users by which it is differentiated as well.
 
     Raises:
-        UnsupportedError: an operator that cannot be read or has no gradient, with its node.
+        UnsupportedError: an operator that cannot be read or has no gradient, with its node; or a running statistic
+            that is not in ``state``.
     """
     forward = _forward_part(model, state)
     outputs = [o.name for o in forward.graph.output]
@@ -197,6 +199,12 @@ def derived(model: onnx.ModelProto, state: TrainingState, inputs: Sequence[str] 
     module = to_torch(forward, list(state.trained))
     wanted = [*inputs, *state.trained]
     joint = trace_joint(module, infos, outputs[:1], [], wanted, statistics=True)
+    lost = [name for name in joint.updates if name not in state.tensors]
+    if lost:
+        raise UnsupportedError(
+            f"Training changes {listed(map(repr, lost))}, which its checkpoint does not have. Name these running "
+            "statistics in frozen_params of generate_artifacts; in a block, say requires_grad(name, False)."
+        )
     graph = written(joint, forward, fed=state.tensors)
     read = {str(v.name) for v in graph.graph.inputs}
     changed = [name for name in state.tensors if f"{name}{NEW}" in joint.results]
