@@ -6,6 +6,7 @@ The graph ends before such a change or operator, and Python makes it.
 from __future__ import annotations
 
 import operator
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -58,6 +59,8 @@ def changing(call: Callable[..., Any]) -> Callable[..., Any]:
         if self.fn in _REMAINDERS and any(_is_float(known(a)) for a in args):
             leave_to_python(f"{self.fn.__name__} of a float that changes")
         if goes or (in_place and len(args) == 2 and _is_lost(self.fn, *map(known, args))):
+            _leave(self, args)
+        if self.fn is operator.mul and any(_is_limited(known(a)) for a in args):
             _leave(self, args)
         result = call(self, tx, args, kwargs)
         if (in_place or self.fn in _BINARY) and _is_no_answer(result):
@@ -120,11 +123,21 @@ _CHANGES_OF_SETS = {
     *("add", "clear", "discard", "pop", "remove", "update"),
     *("difference_update", "intersection_update", "symmetric_difference_update"),
 }
+_COPIES = {"copy", "__copy__", "__add__"}
+"""those that make another one, which would have no ``maxlen``"""
+_REDUCING = ("__reduce__", "__getstate__", "__getnewargs__", "__getnewargs_ex__")
+"""methods by which a class says what ``copy`` and ``pickle`` make of an object"""
+_HEAP_TYPE = 1 << 9
+"""Python's flag of classes that are written in Python"""
+
+
+def _is_limited(variable: Any) -> bool:
+    return isinstance(variable, DequeVariable) and variable.maxlen.as_python_constant() is not None
 
 
 def _queue_changes(queue: Any, tx: Any, name: str, *_: Any) -> str | None:
-    limited = queue.source is not None and queue.maxlen.as_python_constant() is not None
-    return f"{name} of a deque with maxlen" if limited and name not in _READERS_OF_QUEUES else None
+    lost = _is_limited(queue) and (queue.source is not None or name in _COPIES)
+    return f"{name} of a deque with maxlen" if lost and name not in _READERS_OF_QUEUES else None
 
 
 def _set_changes(instance: Any, tx: Any, name: str, *_: Any) -> str | None:
@@ -134,9 +147,26 @@ def _set_changes(instance: Any, tx: Any, name: str, *_: Any) -> str | None:
 
 
 def _order_changes(dictionary: Any, tx: Any, name: str, *_: Any) -> str | None:
-    """The order would be lost."""
+    """The order would be lost, or the class of a copy."""
     changes = dictionary.source is not None and name in ("move_to_end", "popitem")
-    return f"{name} of a dictionary" if changes else None
+    is_copied = name == "copy" and dictionary.python_type() not in (dict, OrderedDict)
+    return f"{name} of a dictionary" if changes or is_copied else None
+
+
+def _copies(instance: Any, tx: Any, name: str, *_: Any) -> str | None:
+    """What ``copy`` makes of an object would have its ``__dict__`` alone: no entries, and nothing of what its class says
+    of how it is to be made."""
+    if name != "__reduce_ex__":
+        return None
+    kind = instance.python_type()
+    plain = all(cls.__flags__ & _HEAP_TYPE and not cls.__dict__.get("__slots__") for cls in kind.__mro__[:-1])
+    plain = plain and all(getattr(kind, name, None) is getattr(object, name, None) for name in _REDUCING)
+    return None if plain else f"a copy of a {kind.__name__}"
+
+
+def _new_sets(kind: Any, *_: Any) -> str | None:
+    """One that outlives the step would be empty."""
+    return f"a {kind.value.__name__}, a set of a class of its own," if issubclass(kind.value, set) else None
 
 
 def _class_changes(effects: Any, owner: Any, *_: Any) -> str | None:
@@ -154,6 +184,9 @@ LOST_CHANGES: list[tuple[type, str, Callable[..., str | None]]] = [
     (UserDefinedSetVariable, "call_method", _set_changes),
     (user_defined.OrderedDictVariable, "call_method", _order_changes),
     (ConstDictVariable, "call_method", _order_changes),
+    (UserDefinedObjectVariable, "call_method", _copies),
+    (UserDefinedSetVariable, "call_method", _copies),
+    (UserDefinedClassVariable, "call_function", _new_sets),
     (SideEffects, "store_attr", _class_changes),
 ]
 """Methods of Dynamo, and what says whether a call of one is to be a graph break, by the call's arguments."""

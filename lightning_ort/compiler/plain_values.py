@@ -16,7 +16,7 @@ import contextlib
 import functools
 import operator
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -223,13 +223,14 @@ def _kinds_in(data: Any) -> Iterator[type | None]:
         yield of_numpy(there)
 
 
-def _breaking(original: Callable[..., Any], why: Callable[..., str | None]) -> Callable[..., Any]:
-    """``original``, but for a graph break where ``why`` has a reason for one."""
+def _breaking(original: Callable[..., Any], whys: Sequence[Callable[..., str | None]]) -> Callable[..., Any]:
+    """``original``, but for a graph break where one of ``whys`` has a reason for one."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        reason = why(self, *args)
-        if reason is not None:
-            leave_to_python(reason)
+        for why in whys:
+            reason = why(self, *args)
+            if reason is not None:
+                leave_to_python(reason)
         return original(self, *args, **kwargs)
 
     return method
@@ -320,6 +321,14 @@ def _is_finalized(self: Any, tx: Any, *args: Any) -> str | None:
     return f"an object of {self.value.__name__}, whose class has __del__," if hasattr(self.value, "__del__") else None
 
 
+def _reasons() -> dict[tuple[type, str], list[Callable[..., str | None]]]:
+    """What may be reasons for a graph break, by the method that is called."""
+    found: dict[tuple[type, str], list[Callable[..., str | None]]] = {}
+    for owner, name, why in _FAITHLESS:
+        found.setdefault((owner, name), []).append(why)
+    return found
+
+
 _FAITHLESS: list[tuple[type, str, Callable[..., str | None]]] = [
     (VariableBuilder, "wrap_unspecialized_primitive", _is_drawn),
     (CollectiveFunctionRewriteVariable, "call_function", _is_collective),
@@ -343,6 +352,6 @@ _REPLACED: list[tuple[Any, str, Callable[..., Callable[..., Any]]]] = [
 ]
 """Functions of Dynamo by their owners, and what makes the one that takes their place."""
 _PATCHES: list[tuple[Any, str, Callable[..., Callable[..., Any]]]] = [
-    *((owner, name, functools.partial(_breaking, why=why)) for owner, name, why in _FAITHLESS),
+    *((owner, name, functools.partial(_breaking, whys=whys)) for (owner, name), whys in _reasons().items()),
     *_REPLACED,
 ]

@@ -25,7 +25,7 @@ from torch._dynamo.variables.user_defined import OrderedDictVariable, UserDefine
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
 from lightning_ort import ORTStrategy
-from lightning_ort.compiler import dynamo_changes, dynamo_mends
+from lightning_ort.compiler import dynamo_changes, dynamo_mends, plain_values
 from lightning_ort.compiler.plain_values import left_to_python
 from lightning_ort.lightning_packages import pl
 
@@ -365,6 +365,8 @@ def test_dynamo_is_left_as_it_was():
     places += [(NumpyVariable, name) for name in ("as_python_constant", "python_type", "var_getattr")]
     places += [(BuiltinVariable, "call_function_handler_cache")]
     assert len(dynamo_mends.MENDS) == len(dynamo_mends._ALL) - 1, "Dynamo names a function otherwise"
+    patched = [(owner, name) for owner, name, _ in plain_values._PATCHES]
+    assert len(set(patched)) == len(patched), "of two patches of one function, the second would take the other's place"
 
     def state():
         tables = VariableBuilder._type_dispatch_impl(False), symbolic_convert.compare_op_handlers
