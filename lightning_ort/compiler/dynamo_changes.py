@@ -154,8 +154,8 @@ def _order_changes(dictionary: Any, tx: Any, name: str, *_: Any) -> str | None:
 
 
 def _copies(instance: Any, tx: Any, name: str, *_: Any) -> str | None:
-    """What ``copy`` makes of an object would have its ``__dict__`` alone: no entries, and nothing of what its class says
-    of how it is to be made."""
+    """What ``copy`` makes would have the ``__dict__`` alone: no entries, and nothing of what the class says of how an
+    object of it is to be made."""
     if name != "__reduce_ex__":
         return None
     kind = instance.python_type()

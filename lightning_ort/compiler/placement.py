@@ -209,15 +209,16 @@ def better_in_torch(graph: fx.Graph, sessions: SessionFactory) -> set[fx.Node]:
     (an ``Expand`` to no rows is left out, say), and a session for none would be made in vain.
 
     Which of several equal numbers is the k-th is up to the algorithm; positions, and the gradients that go there, are
-    torch's with torch's own. Where only the values are read, and where a sort is stable, there is nothing to choose.
+    torch's with torch's own, also where everything else is to be ONNX Runtime's. Where only the values are read, and
+    where a sort is stable, there is nothing to choose.
 
     On the CPU, those for speed are large convolutions in float32, forward and backward: torch's come from oneDNN, which
     computes in blocked layouts, and ONNX Runtime has kernels like that for constant weights only. On a GPU they are
     the gradients of still larger ones, for which torch has those of cuDNN.
     """
-    if not sessions.config.by_speed:
-        return set()
     ranked = {n for n in graph.nodes if n.target in _RANKED and _chooses_among_equals(n)}
+    if not sessions.config.by_speed:
+        return ranked
     anyway = ranked | {n for n in graph.nodes if is_of_nothing(n)}
     return anyway | {n for n in graph.nodes if _is_better_convolution(n, sessions.provider)}
 

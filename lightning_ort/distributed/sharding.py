@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-__all__ = ["local_part", "sharded"]
+__all__ = ["STEP_HOOKS", "local_part", "sharded"]
 
 
 def sharded(optimizer: Optimizer, schedulers: Iterable[Any] = ()) -> ZeroRedundancyOptimizer:
@@ -47,7 +47,7 @@ def sharded(optimizer: Optimizer, schedulers: Iterable[Any] = ()) -> ZeroRedunda
             f"shard_optimizer=True makes a {kind.__name__} per process for a part of the parameters, by "
             f"{kind.__name__}(params, **optimizer.defaults), which fails: {error}"
         ) from error
-    for hooks in _STEP_HOOKS:  # the same dictionary, from which a user's handle removes them
+    for hooks in STEP_HOOKS:  # the same dictionary, from which a user's handle removes them
         setattr(made, hooks, getattr(optimizer, hooks))
     # a method, as schedulers that are made later expect
     made.step = types.MethodType(_evaluated_once(type(made).step, kind.__name__), made)  # type: ignore[method-assign]
@@ -63,7 +63,8 @@ def sharded(optimizer: Optimizer, schedulers: Iterable[Any] = ()) -> ZeroRedunda
 
 
 # Private: torch tells nobody which hooks an optimizer has.
-_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""where an optimizer keeps hooks of ``step``"""
 _STATE_HOOKS = {
     m: [f"_optimizer_{m}_{time}_hooks" for time in ("pre", "post")] for m in ("state_dict", "load_state_dict")
 }

@@ -115,7 +115,7 @@ def by_choice(step: StepReport) -> list[str]:
     """Operators that are elsewhere than their graph, or wider."""
     lines = [
         f"in torch by choice: {what}, {_times(count)}: its kernel is faster than ONNX Runtime's, or chooses "
-        "among equals as eager does (placement='onnxruntime' keeps it there)"
+        "among equals as eager does (placement='onnxruntime' keeps the former there)"
         for what, count in step.preferred.items()
     ]
     if step.on_cpu:

@@ -89,6 +89,21 @@ def test_in_evaluation():
     assert graphs[0].preferred == ["aten.convolution.default"] * 3
 
 
+@pytest.mark.parametrize("placement", ["fastest", "onnxruntime"])
+def test_positions_among_equals_are_torchs(placement):
+    graphs = []
+    backend = ORTBackend(on_graph=graphs.append, config=RuntimeConfig(placement=placement), on_unsupported="error")
+    x = torch.randint(0, 3, (40, 9), generator=torch.Generator().manual_seed(0)).double()
+
+    def ranked(x):
+        return *x.topk(4, 1), *x.sort(1), *x.kthvalue(3, 1), *x.median(1), (x + 1).topk(2, 1)[0]
+
+    torch.testing.assert_close(torch.compile(ranked, backend=backend)(x), ranked(x), rtol=0, atol=0)
+    assert sorted(graphs[0].preferred) == [
+        f"aten.{name}" for name in ("kthvalue.default", "median.dim", "sort.default", "topk.default")
+    ]
+
+
 def test_report_names_them():
     report = Report()
     report.step("training_step").preferred.update(["aten.convolution.default"] * 3)

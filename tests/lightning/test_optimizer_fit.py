@@ -142,6 +142,25 @@ class Wrapped(Regressor):
         return Lookahead(torch.optim.SGD(self.parameters(), 0.1))
 
 
+class LookaheadWithDictionaries(Lookahead):
+    """Has what Lightning looks for, in which torch can keep no hook."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
+
+
+class WrappedWithDictionaries(Regressor):
+    def configure_optimizers(self):
+        return LookaheadWithDictionaries(torch.optim.SGD(self.parameters(), 0.1))
+
+
+def test_an_optimizer_that_has_dictionaries_for_hooks():
+    eager = fit(WrappedWithDictionaries, curve, strategy="auto", max_epochs=4)
+    other = fit(WrappedWithDictionaries, curve, strategy=ORTStrategy(), max_epochs=4)
+    assert_same_outcome(eager, other, 1e-4)
+
+
 def test_an_optimizer_without_hooks():
     eager = fit(Wrapped, curve, strategy="auto", max_epochs=4)
     other = fit(Wrapped, curve, strategy=ORTStrategy(), max_epochs=4)

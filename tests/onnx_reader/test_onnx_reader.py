@@ -303,7 +303,8 @@ MOVED = {
     "Transpose": "u = Unsqueeze(n, zero) t = Transpose<perm=[0]>(u)",
     "Split": "t, rest = Split<num_outputs=2>(s)",
     "Split into parts": "k = Constant<value = int64[2] {1, 1}>() t, rest = Split(s, k)",
-    "Split without the last part": "all = Concat<axis=0>(s, s, s) a, b, c = Split<num_outputs=3>(all) t = Slice(b, zero, one)",
+    "Split without the last part": """
+        all = Concat<axis=0>(s, s, s) a, b, c = Split<num_outputs=3>(all) t = Slice(b, zero, one)""",
 }
 
 
@@ -316,7 +317,9 @@ def test_sizes_that_are_moved(operators: str, of: str) -> None:
         f"{name} = Constant<value = int64[1] {{{value}}}>()" for value, name in enumerate(["zero", "one", "two"])
     )
     last = "l = Constant<value = int64[1] {-1}>() target = Concat<axis=0>(t, l) y = Reshape(p, target)"
-    model = parse(f"g (float[N,6] x) => (float[A,B] y) {{ {shape} {constants} {operators} p = MatMul(x, w) {last} }}", 20)
+    model = parse(
+        f"g (float[N,6] x) => (float[A,B] y) {{ {shape} {constants} {operators} p = MatMul(x, w) {last} }}", 20
+    )
     model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((6, 6), np.float32), "w"))
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     module = to_torch(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
 from typing import Any, Literal
@@ -12,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ort.distributed.sharding import local_part
+from lightning_ort.distributed.sharding import STEP_HOOKS, local_part
 from lightning_ort.errors import UnsupportedError
 from lightning_ort.lightning_packages import PACKAGES, rank_zero_info
 from lightning_ort.optim.kinds import unwrapped
@@ -86,8 +87,10 @@ class StepHook:
         self._threads, self._fewer = UpdateThreads(), (-1, False)
         self._idle_for = -1
         self._handles: list[RemovableHandle] = []
-        # one that wraps another without ``Optimizer.__init__`` has no place for them; of its class nothing is known
-        if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        # one that wraps another without ``Optimizer.__init__`` has no place for them, or a dictionary of its own in
+        # which torch keeps none; of its class nothing is known
+        places = [getattr(optimizer, name, None) for name in STEP_HOOKS]
+        if all(isinstance(place, OrderedDict) for place in places):
             self._handles = [
                 optimizer.register_step_pre_hook(self._before_step),
                 optimizer.register_step_post_hook(self._after_step),
