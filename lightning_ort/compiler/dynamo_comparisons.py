@@ -27,6 +27,7 @@ from torch._dynamo.variables import ConstantVariable, builtin, object_protocol
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.functions import BaseUserFunctionVariable, UserMethodVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
+from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
 
@@ -89,7 +90,7 @@ def _method(side: Any) -> _Method | None:
     if isinstance(variable, UserMethodVariable):
         owner = known(variable.obj)
         return _Method(variable.fn, getattr(owner, "value", owner) if owner.source else owner, owner.source)
-    value, source = getattr(variable, "value", None), variable.source
+    value, source = _value_of(variable), variable.source
     if not isinstance(value, types.MethodType) or source is None:
         return None
     install_guard(AttrSource(source, "__func__").make_guard(GuardBuilder.ID_MATCH))
@@ -114,6 +115,11 @@ _OPERATORS = {
 def known(variable: Any) -> Any:
     """The variable that a lazy one stands for."""
     return variable.realize() if isinstance(variable, LazyVariableTracker) else variable
+
+
+def _value_of(there: Any) -> Any:
+    """The object that a variable stands for, if it says so; of a list or a tuple the variable, as it may hold symbols."""
+    return there if isinstance(there, BaseListVariable) else getattr(there, "value", None)
 
 
 def of_numpy(variable: Any) -> type | None:
@@ -198,7 +204,7 @@ def _comparing_keys(compare: Callable[..., bool]) -> Callable[..., bool]:
     """Dynamo finds keys again that are the same object, where Python asks whether they are equal."""
 
     def is_python_equal(self: Any, other: Any) -> bool:
-        ours, theirs = self.value, getattr(known(other), "value", None)
+        ours, theirs = self.value, _value_of(known(other))
         by_value = (*_VALUES, types.MethodType)
         if isinstance(ours, by_value) and isinstance(theirs, by_value):
             return bool(ours == theirs)

@@ -74,6 +74,34 @@ def test_last_batches_that_are_smaller():
     assert not attributes.names
 
 
+class Sized(LightningModule):
+    """Compares the sizes of a batch with others, by itself and in torch's layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.lstm = nn.GRU(4, 6, batch_first=True), nn.LSTM(6, 6, batch_first=True, bidirectional=True)
+        self.attention, self.head = nn.MultiheadAttention(12, 2, batch_first=True), nn.Linear(12, 1)
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0].unsqueeze(1).repeat(1, 3, 1)
+        n = len(batch[1])
+        assert x.shape == (n, 3, 4) and list(x.shape) != [n, 4] and (n, 3) == tuple(x.shape[:2])
+        x = self.lstm(self.gru(x)[0])[0]
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return nn.functional.mse_loss(self.head(x[:, -1]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_open_sizes_that_are_compared():
+    ours = fit(Sized, lambda: rows(20), max_epochs=3)
+    theirs = fit(Sized, lambda: rows(20), max_epochs=3, strategy="auto")
+    assert_same_state(state_of(theirs.module), state_of(ours.module))
+    assert reports(ours.trainer) == {"training_step": (1, 0)}
+    assert not ours.trainer.strategy.report()["training_step"].in_torch
+
+
 def test_what_validation_has_seen(unpadded):
     """Two batches of another length in the sanity check, and training has open lengths from its first batch on."""
     run = fit(TextClassifier, sentences, lambda: sentences(n=35), max_epochs=1)
