@@ -6,6 +6,7 @@ import cmath
 import dataclasses
 import enum
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -240,6 +241,7 @@ def _signature(
     graph = module.graph
     _refuse_complex(graph)
     _forget_aliases(graph, native)
+    _keep_statistics(graph)
     draws = _draws_as_inputs(graph)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     inputs, tangents = placeholders[: len(fakes)], placeholders[len(fakes) : len(placeholders) - len(draws)]
@@ -305,6 +307,34 @@ def _forget_aliases(graph: fx.Graph, native: bool) -> None:
                 continue
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+
+
+_NORMS = {
+    **{getattr(aten, f"_native_batch_norm_legit{kind}"): range(1, 5) for kind in ("", "_functional", "_no_training")},
+    **{packet: range(1, 5) for packet in (aten.native_batch_norm, aten._batch_norm_with_update_functional)},
+    aten.native_layer_norm: range(2, 4), aten.native_group_norm: range(1, 3),
+}  # fmt: skip
+"""Normalizations, and which of their arguments are weights and statistics."""
+
+
+def _keep_statistics(graph: fx.Graph) -> None:
+    """Say of the means and deviations of 16-bit tensors that they are float32, as they are by torch's kernels for the
+    CPU where weights are; its tracing says 16 bits, to which what gradients are computed of would be rounded."""
+    for node in graph.nodes:
+        arguments = _NORMS.get(getattr(node.target, "overloadpacket", None))
+        if arguments is None:
+            continue
+        x = node.args[0].meta["val"]
+        others = [a.meta["val"] for a in node.args[arguments.start : arguments.stop] if isinstance(a, fx.Node)]
+        is_mixed = any(isinstance(a, torch.Tensor) and a.dtype == torch.float32 for a in others)
+        if x.dtype.itemsize != 2 or x.device.type != "cpu" or not is_mixed:
+            continue
+        result, *statistics = node.meta["val"][:3]
+        wide = [a.to(torch.float32) for a in statistics]
+        node.meta["val"] = (result, *wide, *node.meta["val"][3:])
+        for user in node.users:
+            if user.target is operator.getitem and user.args[1] in (1, 2):
+                user.meta["val"] = wide[user.args[1] - 1]
 
 
 def _strides(node: fx.Node) -> tuple[str, ...]:
