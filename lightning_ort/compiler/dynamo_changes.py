@@ -5,6 +5,7 @@ The graph ends before such a change or operator, and Python makes it.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import OrderedDict
 from collections.abc import Callable
@@ -15,8 +16,9 @@ import numpy as np
 # Private: what Dynamo knows of values has no public form.
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.symbolic_convert import break_graph_if_unsupported
-from torch._dynamo.variables import user_defined
+from torch._dynamo.variables import ConstantVariable, user_defined
 from torch._dynamo.variables.dicts import ConstDictVariable
+from torch._dynamo.variables.iter import ItertoolsVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import BaseListVariable, DequeVariable
 from torch._dynamo.variables.misc import NumpyVariable
@@ -62,6 +64,11 @@ def changing(call: Callable[..., Any]) -> Callable[..., Any]:
             _leave(self, args)
         if self.fn is operator.mul and any(_is_limited(known(a)) for a in args):
             _leave(self, args)
+        # of a number that changes, the digits are not heeded; of a constant, how it is to be written is not
+        if self.fn is round and len(args) == 2 and isinstance(known(args[0]), SymNodeVariable):
+            leave_to_python("round to a number of digits")
+        if self.fn is format and len(args) == 2:
+            leave_to_python("format with a specification")
         result = call(self, tx, args, kwargs)
         if (in_place or self.fn in _BINARY) and _is_no_answer(result):
             _leave(self, args)
@@ -164,6 +171,21 @@ def _copies(instance: Any, tx: Any, name: str, *_: Any) -> str | None:
     return None if plain else f"a copy of a {kind.__name__}"
 
 
+_ALGEBRA = {"difference", "intersection", "isdisjoint", "symmetric_difference", "union"}
+
+
+def _used_up(own: Any, tx: Any, name: str, args: Any, *_: Any) -> str | None:
+    """Dynamo looks into an iterator to see whether its entries are hashable, and finds nothing in it then."""
+    lasting = (BaseListVariable, ConstDictVariable, SetVariable, ConstantVariable)
+    is_used_up = name in _ALGEBRA and not all(isinstance(known(a), lasting) for a in args)
+    return f"{name} of a set with what may be an iterator" if is_used_up else None
+
+
+def _endless(function: Any, tx: Any, args: Any, kwargs: Any) -> str | None:
+    """A number of times that is named is not seen."""
+    return "itertools.repeat with times=" if function.value is itertools.repeat and kwargs else None
+
+
 def _new_sets(kind: Any, *_: Any) -> str | None:
     """One that outlives the step would be empty."""
     return f"a {kind.value.__name__}, a set of a class of its own," if issubclass(kind.value, set) else None
@@ -184,6 +206,8 @@ LOST_CHANGES: list[tuple[type, str, Callable[..., str | None]]] = [
     (UserDefinedSetVariable, "call_method", _set_changes),
     (user_defined.OrderedDictVariable, "call_method", _order_changes),
     (ConstDictVariable, "call_method", _order_changes),
+    (SetVariable, "call_method", _used_up),
+    (ItertoolsVariable, "call_function", _endless),
     (UserDefinedObjectVariable, "call_method", _copies),
     (UserDefinedSetVariable, "call_method", _copies),
     (UserDefinedClassVariable, "call_function", _new_sets),

@@ -118,7 +118,7 @@ def known(variable: Any) -> Any:
 
 
 def _value_of(there: Any) -> Any:
-    """The object that a variable stands for, if it says so; of a list or a tuple the variable, as it may hold symbols."""
+    """The object that a variable stands for, if it says so; for lists and tuples, which may hold symbols, itself."""
     return there if isinstance(there, BaseListVariable) else getattr(there, "value", None)
 
 

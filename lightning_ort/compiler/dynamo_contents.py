@@ -1,6 +1,6 @@
 """What Dynamo reads of containers, and writes into texts, without a guard; see :mod:`.dynamo_mends`.
 
-* the keys of a dictionary and their order, and a range that is unpacked as arguments;
+* the keys of a dictionary and their order, the order of a set, and a range that is unpacked as arguments;
 * texts, by ``str``, ``repr``, ``format``, ``%`` and f-strings, of objects, classes and numbers that change.
 """
 
@@ -26,6 +26,7 @@ from torch._dynamo.variables.functions import BaseUserFunctionVariable
 from torch._dynamo.variables.lazy import LazySymNodeFormatString, LazyVariableTracker
 from torch._dynamo.variables.lists import BaseListVariable, ListVariable, RangeVariable, TupleVariable
 from torch._dynamo.variables.misc import NumpyVariable
+from torch._dynamo.variables.sets import SetVariable
 from torch._dynamo.variables.tensor import NumpyNdarrayVariable, SymNodeVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
 
@@ -57,14 +58,40 @@ def _guarding_keys_of_constants(convert: Callable[..., Any]) -> Callable[..., An
 
 
 def _guarding_what_is_listed(call: Callable[..., Any]) -> Callable[..., Any]:
-    """``list(keys)``, ``[*keys]`` and ``names.extend(keys)`` of a dictionary."""
+    """``list(keys)``, ``[*keys]`` and ``names.extend(keys)`` of a dictionary or a set."""
 
     def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-        if name == "extend" and len(args) == 1 and isinstance(there := known(args[0]), ConstDictVariable):
+        there = known(args[0]) if name == "extend" and len(args) == 1 else None
+        if isinstance(there, ConstDictVariable):
             there.install_dict_keys_match_guard()
+        if isinstance(there, SetVariable):
+            _order_as_python(there)
         return call(self, tx, name, args, kwargs)
 
     return call_method
+
+
+def _in_pythons_order(read: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: Any, tx: Any) -> Any:
+        _order_as_python(self)
+        return read(self, tx)
+
+    return method
+
+
+def _order_as_python(entries: SetVariable) -> None:
+    """Dynamo has the entries of a set that a step makes in the order in which they came."""
+    keys = list(entries.items)
+    if entries.source is not None or entries.python_type() not in (set, frozenset):
+        return
+    if not all(key.vt.is_python_constant() for key in keys):
+        return
+    by_value = {key.vt.as_python_constant(): key for key in keys}
+    if len(by_value) == len(keys):
+        given = dict(entries.items)
+        entries.items.clear()
+        in_order = list(by_value)  # a set that is made of a dictionary has another order
+        entries.items.update((by_value[value], given[by_value[value]]) for value in set(in_order))
 
 
 def _unpacking_range(call: Callable[..., None]) -> Callable[..., None]:
@@ -177,6 +204,8 @@ CONTENTS: list[tuple[Any, str, Callable[..., Callable[..., Any]]]] = [
     (ConstDictVariable, "install_dict_keys_match_guard", _guarding_order),
     (ConstDictVariable, "as_python_constant", _guarding_keys_of_constants),
     (ListVariable, "call_method", _guarding_what_is_listed),
+    (SetVariable, "tp_iter_impl", _in_pythons_order),
+    (SetVariable, "unpack_var_sequence", _in_pythons_order),
     (InstructionTranslatorBase, "_format_value", _formatting),
     (INSTRUCTIONS, "CALL_FUNCTION_EX", _unpacking_range),
 ]

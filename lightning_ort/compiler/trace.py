@@ -321,9 +321,10 @@ def _keep_statistics(graph: fx.Graph) -> None:
     """Say of the means and deviations of 16-bit tensors that they are float32, as they are by torch's kernels for the
     CPU where weights are; its tracing says 16 bits, to which what gradients are computed of would be rounded."""
     for node in graph.nodes:
-        arguments = _NORMS.get(getattr(node.target, "overloadpacket", None))
-        if arguments is None:
+        packet = getattr(node.target, "overloadpacket", None)
+        if packet not in _NORMS:
             continue
+        arguments = _NORMS[packet]
         x = node.args[0].meta["val"]
         others = [a.meta["val"] for a in node.args[arguments.start : arguments.stop] if isinstance(a, fx.Node)]
         is_mixed = any(isinstance(a, torch.Tensor) and a.dtype == torch.float32 for a in others)
