@@ -24,7 +24,8 @@ STEPS = {
         {1, 2}.symmetric_difference(k for k in (2, 5)), {1, 2}.isdisjoint(k for k in (2, 5)), {1, 2}.union([3], (4,)),
     ],
     "repeat": lambda module, i: [
-        [x * y for x, y in zip((1.0, 2.0, 3.0), itertools.repeat(7.0, times=2), strict=False)], list(itertools.repeat(i, 2)),
+        [x * y for x, y in zip((1.0, 2.0, 3.0), itertools.repeat(7.0, times=2), strict=False)],
+        list(itertools.repeat(i, 2)),
     ],
     "the order of a set": lambda module, i: [
         list({9, 8, 1, 33, 2}), [k + 1 for k in {9, 1, 5}], list(enumerate({7, 3})), tuple({10, 3, 7} | {1}),
