@@ -65,7 +65,7 @@ def changing(call: Callable[..., Any]) -> Callable[..., Any]:
         if self.fn is operator.mul and any(_is_limited(known(a)) for a in args):
             _leave(self, args)
         # of a number that changes, the digits are not heeded; of a constant, how it is to be written is not
-        if self.fn is round and len(args) == 2 and isinstance(known(args[0]), SymNodeVariable):
+        if self.fn is round and len(args) == 2 and _is_whole(known(args[0])):
             leave_to_python("round to a number of digits")
         if self.fn is format and len(args) == 2:
             leave_to_python("format with a specification")
@@ -95,6 +95,11 @@ def _is_object(variable: Any) -> bool:
 def _is_float(there: Any) -> bool:
     """Whether it is a number with a fraction that changes."""
     return isinstance(there, SymNodeVariable) and there.python_type() is float
+
+
+def _is_whole(there: Any) -> bool:
+    """Whether it is a whole number that changes."""
+    return isinstance(there, SymNodeVariable) and there.python_type() is int
 
 
 def _leave(function: Any, args: Any) -> NoReturn:

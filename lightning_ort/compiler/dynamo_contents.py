@@ -115,11 +115,24 @@ def _formatting(write: Callable[..., None]) -> Callable[..., None]:
             _watch_text(number)
         if not isinstance(number, SymNodeVariable):
             write(self, specification, flags)
+            return
+        self.pop()
+        if flags & _CONVERSIONS:  # it is a text that is written as specified, and the same one by all of them
+            self.push(ConstantVariable(str(number.evaluate_expr())))
+            write(self, specification, flags & ~_CONVERSIONS)
         else:
-            self.pop()
             self.push(LazyVariableTracker.create(LazySymNodeFormatString(number, specification), source=None))
 
     return format_value
+
+
+_CONVERSIONS = 0x03
+"""what an f-string says of ``!s``, ``!r`` and ``!a`` (:func:`dis.dis`, ``FORMAT_VALUE``)"""
+
+
+def _of_numbers(write: Callable[..., str]) -> Callable[..., str]:
+    """Dynamo writes the number without the specification first, which is for numbers, and may be none for texts."""
+    return lambda self: str(self.fmt_var.as_python_constant().format(self.sym_node_var.evaluate_expr()))
 
 
 def writing(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -204,6 +217,7 @@ CONTENTS: list[tuple[Any, str, Callable[..., Callable[..., Any]]]] = [
     (ConstDictVariable, "install_dict_keys_match_guard", _guarding_order),
     (ConstDictVariable, "as_python_constant", _guarding_keys_of_constants),
     (ListVariable, "call_method", _guarding_what_is_listed),
+    (LazySymNodeFormatString, "__repr__", _of_numbers),
     (SetVariable, "tp_iter_impl", _in_pythons_order),
     (SetVariable, "unpack_var_sequence", _in_pythons_order),
     (InstructionTranslatorBase, "_format_value", _formatting),

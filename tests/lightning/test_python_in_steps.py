@@ -19,6 +19,10 @@ STEPS = {
     "format": lambda module, i: [
         format(0.123456, ".2f"), format(7, "04"), format("a", ">4"), format(i, "03d"), format(i),
     ],
+    "f-strings": lambda module, i: [
+        f"{i:04d}", f"{i:5}|{module.count:,}", f"{i:05}", f"{i / 3:.3f}", f"{i!r:4}|", f"{i:x}", f"{i:0{3 + 1}d}",
+        f"{i}", f"{module.rate:8}|{module.rate:.2e}", f"{i:>6}",
+    ],
     "sets and generators": lambda module, i: [
         {1, 2, 3}.intersection(k for k in (2, 3)), {1}.union(map(abs, [-2])), {1, 2, 3}.difference(k for k in (2,)),
         {1, 2}.symmetric_difference(k for k in (2, 5)), {1, 2}.isdisjoint(k for k in (2, 5)), {1, 2}.union([3], (4,)),
@@ -37,7 +41,7 @@ STEPS = {
 class Stepping(LightningModule):
     def __init__(self, step) -> None:
         super().__init__()
-        self.net, self.step, self.count, self.kept = nn.Linear(2, 1), step, 1234, []
+        self.net, self.step, self.count, self.rate, self.kept = nn.Linear(2, 1), step, 1234, 0.5, []
 
     def training_step(self, batch, index):
         self.kept.append(self.step(self, index))
@@ -45,6 +49,7 @@ class Stepping(LightningModule):
 
     def on_train_batch_end(self, *args):
         self.count += 61
+        self.rate *= 1.5
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
