@@ -166,7 +166,7 @@ class Keeping(LightningModule):
 
 def trained(module, strategy):
     trainer = Trainer(
-        strategy=strategy, accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False,
+        strategy=strategy, accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(module, torch.utils.data.DataLoader(torch.ones(2, 2)))
