@@ -58,14 +58,14 @@ def changing(call: Callable[..., Any]) -> Callable[..., Any]:
         if any(map(_is_array, args)) and self.fn not in _ASKING:
             leave_to_python(f"{self.fn.__name__} of an array of NumPy's")
         # the arithmetic of symbols takes such a remainder for a whole number
-        if self.fn in _REMAINDERS and any(_is_float(known(a)) for a in args):
+        if self.fn in _REMAINDERS and any(_is_open(known(a), float) for a in args):
             leave_to_python(f"{self.fn.__name__} of a float that changes")
         if goes or (in_place and len(args) == 2 and _is_lost(self.fn, *map(known, args))):
             _leave(self, args)
         if self.fn is operator.mul and any(_is_limited(known(a)) for a in args):
             _leave(self, args)
         # of a number that changes, the digits are not heeded; of a constant, how it is to be written is not
-        if self.fn is round and len(args) == 2 and _is_whole(known(args[0])):
+        if self.fn is round and len(args) == 2 and _is_open(known(args[0]), int):
             leave_to_python("round to a number of digits")
         if self.fn is format and len(args) == 2:
             leave_to_python("format with a specification")
@@ -89,17 +89,12 @@ def _breaking_at_operators(run: Callable[..., None]) -> Callable[..., None]:
 
 def _is_object(variable: Any) -> bool:
     there = known(variable)
-    return _is_array(there) or _is_float(there) or isinstance(there, (SetVariable, UserDefinedObjectVariable))
+    return _is_array(there) or _is_open(there, float) or isinstance(there, (SetVariable, UserDefinedObjectVariable))
 
 
-def _is_float(there: Any) -> bool:
-    """Whether it is a number with a fraction that changes."""
-    return isinstance(there, SymNodeVariable) and there.python_type() is float
-
-
-def _is_whole(there: Any) -> bool:
-    """Whether it is a whole number that changes."""
-    return isinstance(there, SymNodeVariable) and there.python_type() is int
+def _is_open(there: Any, kind: type) -> bool:
+    """Whether it is a number of that type that changes."""
+    return isinstance(there, SymNodeVariable) and there.python_type() is kind
 
 
 def _leave(function: Any, args: Any) -> NoReturn:
@@ -172,7 +167,7 @@ def _copies(instance: Any, tx: Any, name: str, *_: Any) -> str | None:
         return None
     kind = instance.python_type()
     plain = all(cls.__flags__ & _HEAP_TYPE and not cls.__dict__.get("__slots__") for cls in kind.__mro__[:-1])
-    plain = plain and all(getattr(kind, name, None) is getattr(object, name, None) for name in _REDUCING)
+    plain = plain and all(getattr(kind, method, None) is getattr(object, method, None) for method in _REDUCING)
     return None if plain else f"a copy of a {kind.__name__}"
 
 

@@ -309,10 +309,12 @@ def _forget_aliases(graph: fx.Graph, native: bool) -> None:
             graph.erase_node(node)
 
 
+_OF_CHANNELS = slice(1, 5)
 _NORMS = {
-    **{getattr(aten, f"_native_batch_norm_legit{kind}"): range(1, 5) for kind in ("", "_functional", "_no_training")},
-    **{packet: range(1, 5) for packet in (aten.native_batch_norm, aten._batch_norm_with_update_functional)},
-    aten.native_layer_norm: range(2, 4), aten.native_group_norm: range(1, 3),
+    aten._native_batch_norm_legit: _OF_CHANNELS, aten._native_batch_norm_legit_functional: _OF_CHANNELS,
+    aten._native_batch_norm_legit_no_training: _OF_CHANNELS, aten.native_batch_norm: _OF_CHANNELS,
+    aten._batch_norm_with_update_functional: _OF_CHANNELS,
+    aten.native_layer_norm: slice(2, 4), aten.native_group_norm: slice(1, 3),
 }  # fmt: skip
 """Normalizations, and which of their arguments are weights and statistics."""
 
@@ -324,9 +326,8 @@ def _keep_statistics(graph: fx.Graph) -> None:
         packet = getattr(node.target, "overloadpacket", None)
         if packet not in _NORMS:
             continue
-        arguments = _NORMS[packet]
         x = node.args[0].meta["val"]
-        others = [a.meta["val"] for a in node.args[arguments.start : arguments.stop] if isinstance(a, fx.Node)]
+        others = [a.meta["val"] for a in node.args[_NORMS[packet]] if isinstance(a, fx.Node)]
         is_mixed = any(isinstance(a, torch.Tensor) and a.dtype == torch.float32 for a in others)
         if x.dtype.itemsize != 2 or x.device.type != "cpu" or not is_mixed:
             continue

@@ -8,7 +8,8 @@ import dataclasses
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
+from parity import make_trainer
 from torch import nn
 
 from lightning_ort import ORTStrategy
@@ -165,11 +166,7 @@ class Keeping(LightningModule):
 
 
 def trained(module, strategy):
-    trainer = Trainer(
-        strategy=strategy, accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(module, torch.utils.data.DataLoader(torch.ones(2, 2)))
+    make_trainer(strategy, max_steps=1).fit(module, torch.utils.data.DataLoader(torch.ones(2, 2)))
     return module
 
 
@@ -209,10 +206,7 @@ def test_a_snapshot_of_the_weights():
     for strategy in ("auto", ORTStrategy(print_report=False)):
         torch.manual_seed(0)
         module = Anchored()
-        Trainer(
-            strategy=strategy, accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
-        ).fit(module)  # fmt: skip
+        make_trainer(strategy, max_epochs=1).fit(module)
         weights.append(module.net.weight)
         assert list(module.anchor) == ["weight", "bias"]
     torch.testing.assert_close(*weights, rtol=1e-12, atol=0)

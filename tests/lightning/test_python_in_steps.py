@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
+from parity import make_trainer
 from torch import nn
 
 from lightning_ort import ORTStrategy
@@ -60,9 +61,6 @@ def test_what_a_step_computes_in_python(name):
     kept = []
     for strategy in ("auto", ORTStrategy(print_report=False)):
         module = Stepping(STEPS[name])
-        Trainer(
-            strategy=strategy, accelerator="cpu", max_steps=4, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
-        ).fit(module, torch.utils.data.DataLoader(torch.ones(4, 2)))  # fmt: skip
+        make_trainer(strategy, max_steps=4).fit(module, torch.utils.data.DataLoader(torch.ones(4, 2)))
         kept.append(repr(module.kept))
     assert kept[1] == kept[0]
