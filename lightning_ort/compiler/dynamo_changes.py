@@ -24,6 +24,7 @@ from torch._dynamo.variables.lists import BaseListVariable, DequeVariable
 from torch._dynamo.variables.misc import NumpyVariable
 from torch._dynamo.variables.sets import SetVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._dynamo.variables.user_defined import (
     UserDefinedClassVariable,
     UserDefinedListVariable,
@@ -181,6 +182,13 @@ def _used_up(own: Any, tx: Any, name: str, args: Any, *_: Any) -> str | None:
     return f"{name} of a set with what may be an iterator" if is_used_up else None
 
 
+def _past_classes(function: Any, *_: Any) -> str | None:
+    """``object.__setattr__(module, name, layer)`` would register the layer: Dynamo takes what tensors have of
+    ``object`` for a method of theirs, and calls the one that is in its place."""
+    is_of_object = getattr(function.value, "__objclass__", None) is object
+    return f"object.{function.value.__name__}" if is_of_object else None
+
+
 def _endless(function: Any, tx: Any, args: Any, kwargs: Any) -> str | None:
     """A number of times that is named is not seen."""
     return "itertools.repeat with times=" if function.value is itertools.repeat and kwargs else None
@@ -208,6 +216,7 @@ LOST_CHANGES: list[tuple[type, str, Callable[..., str | None]]] = [
     (ConstDictVariable, "call_method", _order_changes),
     (SetVariable, "call_method", _used_up),
     (ItertoolsVariable, "call_function", _endless),
+    (TorchInGraphFunctionVariable, "call_tensor_method", _past_classes),
     (UserDefinedObjectVariable, "call_method", _copies),
     (UserDefinedSetVariable, "call_method", _copies),
     (UserDefinedClassVariable, "call_function", _new_sets),

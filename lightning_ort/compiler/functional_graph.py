@@ -215,8 +215,18 @@ def _graph(
             ) from error
     # make_fx keeps the nested signature in its code generator; the graph is used flat from here on
     module.graph.set_codegen(fx.graph.CodeGen())
+    _write_out_numbers(module.graph)
     bracket_bases(module)
     return module
+
+
+def _write_out_numbers(graph: fx.Graph) -> None:
+    """Have ``_to_copy(3)``, which cannot be called, make its tensor: numbers meet scalars so under ``torch.vmap``."""
+    for node in graph.find_nodes(op="call_function", target=aten._to_copy.default):
+        if not isinstance(node.args[0], fx.Node):
+            val = node.meta["val"]
+            node.target, node.args = aten.full.default, ([], node.args[0])
+            node.kwargs = {"dtype": val.dtype, "device": val.device}
 
 
 def bracket_bases(module: fx.GraphModule) -> None:

@@ -25,7 +25,8 @@ def _number(name: str, value: Any, **bounds: Any) -> float:
 class OptimizerSettings:
     """An optimizer, for one parameter, a group of them, or all.
 
-    ``AdamW``, ``Adam`` and ``SGD`` are those of ``torch.optim``; ``Lamb`` is that of You et al. (2020).
+    ``AdamW``, ``Adam`` and ``SGD`` are those of ``torch.optim``, but none of them decays weights unless told to;
+    ``Lamb`` is that of You et al. (2020).
 
     Attributes:
         kind: one of ``"AdamW"`` (decay of the weight), ``"Adam"`` (decay in the gradient), ``"SGD"``, ``"Lamb"``.

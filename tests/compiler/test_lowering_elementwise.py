@@ -358,3 +358,19 @@ def test_the_tail_of_the_error_function_keeps_its_digits() -> None:
     off = (got.double() - wanted).abs() / wanted.clamp(min=torch.finfo(torch.float32).tiny)
     assert float(off.max()) < 2e-6
     assert torch.from_numpy(lowered(x.new_full(x.shape, math.nan))[0]).isnan().all()
+
+
+PER_SAMPLE = {
+    "times": lambda row: row.sum() * 3,
+    "times a fraction": lambda row: (row - 1).square().mean() * 0.5,
+    "plus": lambda row: torch.relu(row.sum() - 0.5),
+    "quotients": lambda row: row.sum() / 2 + 1 / (row.square().sum() + 5),
+    "of a product": lambda row: (row @ row) * 2,
+    "an entry": lambda row: 2 * row[0] - 1,
+    "of a gradient": lambda row: torch.func.grad(lambda r: (r.sum() * 0.1).sin())(row).sum() * 2,
+}
+
+
+@pytest.mark.parametrize("name", PER_SAMPLE)
+def test_scalars_of_samples_meet_numbers_under_vmap(name: str) -> None:
+    check(Case(name, lambda x: torch.vmap(PER_SAMPLE[name])(x), one))

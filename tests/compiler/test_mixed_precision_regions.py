@@ -503,3 +503,70 @@ def test_gradients_of_norms_are_those_of_unrounded_statistics(kind, dtype):
     for compile in (lambda f: f, lambda f: torch.compile(f, backend=backend)):
         gradient = found(compile, make(), values.clone().requires_grad_())[0]
         assert (gradient - exact).norm() < 4e-3 * exact.norm()
+
+
+LEFT_IN_FLOAT32 = {
+    "linear interpolation": (lambda x: F.interpolate(x.flatten(2), scale_factor=1.5, mode="linear"), (2, 2, 6, 6)),
+    "bilinear interpolation": (lambda x: F.interpolate(x, scale_factor=1.5, mode="bilinear"), (2, 2, 6, 6)),
+    "bicubic interpolation": (lambda x: F.interpolate(x, (5, 11), mode="bicubic", align_corners=True), (2, 2, 6, 6)),
+    "smoothed interpolation": (lambda x: F.interpolate(x, (4, 4), mode="bilinear", antialias=True), (2, 2, 6, 6)),
+    "trilinear interpolation": (lambda x: F.interpolate(x, scale_factor=2, mode="trilinear"), (1, 2, 3, 4, 3)),
+    "windows of many sizes": (lambda x: F.adaptive_avg_pool2d(x, 3), (2, 2, 8, 8)),
+    "windows in space": (lambda x: F.adaptive_avg_pool3d(x, 3), (1, 2, 4, 4, 4)),
+}
+
+
+@pytest.mark.parametrize("placement", ["onnxruntime", "torch"])
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("name", LEFT_IN_FLOAT32)
+def test_what_autocast_leaves_alone_stays_exact(name, dtype, placement):
+    """Where torch has one kernel, the products by which that is written out for ONNX are not cast."""
+    function, shape = LEFT_IN_FLOAT32[name]
+    x = torch.randn(shape)
+    other, _ = compiled(function, config=RuntimeConfig(placement=placement))
+
+    def under(f):
+        leaf = x.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=dtype):
+            y = f(leaf)
+        y.backward(torch.linspace(0.5, 1.5, y.numel(), dtype=y.dtype).view(y.shape))
+        return y.detach(), leaf.grad
+
+    wanted = under(function)
+    assert wanted[0].dtype == torch.float32
+    for got, value in zip(under(other), wanted, strict=True):
+        torch.testing.assert_close(got, value, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_bilinear_layer_sums_in_float32(bias, dtype):
+    layer = nn.Bilinear(6, 5, 4, bias=bias)
+    other, _ = compiled(layer)
+    x, y = torch.randn(7, 6), torch.randn(7, 5)
+
+    def results(f):
+        layer.zero_grad()
+        out = _under(dtype, f, x, y)
+        out.square().mean().backward()
+        return [out.detach(), *[p.grad.clone() for p in layer.parameters()]]
+
+    for got, wanted in zip(results(other), results(layer), strict=True):
+        assert_close(got, wanted, 2 * EPS[dtype])
+
+
+@pytest.mark.parametrize("placement", ["onnxruntime", "torch"])
+@pytest.mark.parametrize("dtype", HALF)
+def test_the_product_in_an_affine_grid_is_cast(dtype, placement):
+    """As in torch, whose kernel calls one; a spatial transformer computes so."""
+    theta, image = torch.eye(2, 3).expand(2, 2, 3) + torch.randn(2, 2, 3) / 9, torch.randn(2, 1, 5, 5)
+
+    def sampled(theta):
+        grid = F.affine_grid(theta, (2, 1, 4, 6), align_corners=False)
+        return F.grid_sample(image, grid, align_corners=False).square().mean()
+
+    other, _ = compiled(sampled, config=RuntimeConfig(placement=placement))
+    wanted = gradients(lambda t: _under(dtype, sampled, t), [theta])
+    got = gradients(lambda t: _under(dtype, other, t), [theta])
+    assert_close(got[0], wanted[0], EPS[dtype])
+    assert_close(got[1][0], wanted[1][0], 4 * EPS[dtype])

@@ -1,18 +1,20 @@
 """Torch's own samples of its operators, compiled beside eager: results, gradients, element types, random numbers.
 
 ``python -m tests.fuzz.operators`` goes through the operators of ``torch.testing`` in one element type and prints the
-samples that go otherwise. Names of operators, or beginnings of names, may follow.
+samples that go otherwise. Names of operators, or beginnings of names, may follow. ``--autocast bfloat16`` runs them
+under that.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ _RELATIVE = {
 """By how much an entry may be off, as a share of the largest of its tensor, or"""
 _GROUP_SHARE = 0.05
 """of this share of the largest of all results."""
+_EXACT = dict.fromkeys(_RELATIVE, 0.0)
 
 
 def operators(dtype: torch.dtype, names: Sequence[str] = (), device: str = "cpu") -> list[OpInfo]:
@@ -51,8 +54,12 @@ def samples(op: OpInfo, dtype: torch.dtype, count: int, device: str = "cpu") -> 
     return drawn[:: max(len(drawn) // count, 1)][:count]
 
 
-def check(op: OpInfo, sample: SampleInput, *, verify: bool = False) -> str | None:
-    """What goes otherwise than in eager, in words; ``None`` if nothing does, or if eager refuses the sample."""
+def check(op: OpInfo, sample: SampleInput, *, verify: bool = False, autocast: torch.dtype | None = None) -> str | None:
+    """What goes otherwise than in eager, in words; ``None`` if nothing does, or if eager refuses the sample.
+
+    Under ``autocast``, what eager leaves as it is has to be as exact as without.
+    """
+    bounds = _RELATIVE
 
     def function(tensors: list[torch.Tensor]) -> Any:
         values = iter(tensors)
@@ -64,17 +71,19 @@ def check(op: OpInfo, sample: SampleInput, *, verify: bool = False) -> str | Non
     given = (sample.input, sample.args, sample.kwargs)
     leaves = [v for v in pytree.tree_leaves(given) if isinstance(v, torch.Tensor)]
     try:
-        wanted = _run(function, leaves)
-        again = _run(function, leaves)
+        wanted = _run(function, leaves, autocast)
+        again = _run(function, leaves, autocast)
+        if autocast is not None and _difference(wanted, _run(function, leaves), _EXACT) is not None:
+            bounds = {**_RELATIVE, torch.float32: _RELATIVE[autocast]}
     except Exception:
         return None
-    if _difference(again, wanted) is not None:
+    if _difference(again, wanted, bounds) is not None:
         return None  # it does not repeat itself
     torch._dynamo.reset()
     compiled = torch.compile(function, backend="lightning_ort", options={"verify": verify})
     try:
         for _ in range(2):  # checked, and not
-            problem = _difference(_run(compiled, leaves), wanted)
+            problem = _difference(_run(compiled, leaves, autocast), wanted, bounds)
             if problem is not None:
                 return problem
     except Exception as error:
@@ -82,11 +91,16 @@ def check(op: OpInfo, sample: SampleInput, *, verify: bool = False) -> str | Non
     return None
 
 
-def _run(function: Callable[[list[torch.Tensor]], Any], leaves: Sequence[torch.Tensor]) -> list[Any]:
+def _run(
+    function: Callable[[list[torch.Tensor]], Any], leaves: Sequence[torch.Tensor], autocast: torch.dtype | None = None
+) -> list[Any]:
     """Results, gradients and the next random numbers."""
+    device = next((x.device.type for x in leaves), "cpu")
+    cast = contextlib.nullcontext() if autocast is None else torch.autocast(device, autocast, cache_enabled=False)
     inputs = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_(x.requires_grad) for x in leaves]
     torch.manual_seed(1)
-    results = pytree.tree_leaves(function(inputs))
+    with cast:
+        results = pytree.tree_leaves(function(inputs))
     drawn = torch.stack([torch.rand((), device=device).cpu() for device in ("cpu", *{x.device for x in leaves})])
     roots = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
     wanted = [x for x in inputs if x.requires_grad]
@@ -99,27 +113,27 @@ def _run(function: Callable[[list[torch.Tensor]], Any], leaves: Sequence[torch.T
     return [*plain, *gradients, drawn]
 
 
-def _difference(got: Sequence[Any], wanted: Sequence[Any]) -> str | None:
+def _difference(got: Sequence[Any], wanted: Sequence[Any], bounds: Mapping[Any, float]) -> str | None:
     if len(got) != len(wanted):
         return f"{len(got)} results instead of {len(wanted)}"
     # a sum that is zero but for rounding has no scale of its own
     dense = [_real(t) for t in wanted if isinstance(t, torch.Tensor) and t.layout == torch.strided]
     scale = max((largest(t) for t in dense if t.is_floating_point()), default=0.0)
     for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
-        problem = _off(a, b, _GROUP_SHARE * scale)
+        problem = _off(a, b, _GROUP_SHARE * scale, bounds)
         if problem is not None:
             return f"result {i} of {len(wanted)}: {problem}"
     return None
 
 
-def _off(got: Any, wanted: Any, scale: float) -> str | None:
+def _off(got: Any, wanted: Any, scale: float, bounds: Mapping[Any, float]) -> str | None:
     if not isinstance(got, torch.Tensor) or not isinstance(wanted, torch.Tensor):
         return None if got == wanted or (got != got and wanted != wanted) else f"{got!r} instead of {wanted!r}"
     if got.shape != wanted.shape or got.dtype != wanted.dtype or got.layout != wanted.layout:
         return f"{got.dtype} {tuple(got.shape)} instead of {wanted.dtype} {tuple(wanted.shape)}"
     if got.layout != torch.strided:
         got, wanted = got.to_dense(), wanted.to_dense()
-    relative = _RELATIVE.get(wanted.dtype)
+    relative = bounds.get(wanted.dtype)
     got, wanted = _real(got), _real(wanted)
     if relative is None:
         return None if torch.equal(got, wanted) else f"{got.flatten()[:6].tolist()} for {wanted.flatten()[:6].tolist()}"
@@ -149,11 +163,13 @@ def main() -> None:
     parser.add_argument(
         "--first", type=int, default=0, help="operators to leave out before, for several runs side by side"
     )
+    parser.add_argument("--autocast", choices=["bfloat16", "float16"])
     parser.add_argument("--verify", action="store_true", help="with the check of first runs, which must refuse nothing")
     parser.add_argument("--seconds", type=float, default=math.inf)
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
+    autocast = None if options.autocast is None else getattr(torch, options.autocast)
     start, done, failed = time.monotonic(), 0, 0
     # convolutions round to 10 bits by default on a GPU, of which the bounds here know nothing
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
@@ -166,7 +182,7 @@ def main() -> None:
             for number, sample in enumerate(samples(op, dtype, options.samples, options.device)):
                 if time.monotonic() - start > options.seconds:
                     break
-                problem = check(op, sample, verify=options.verify)
+                problem = check(op, sample, verify=options.verify, autocast=autocast)
                 done += 1
                 if problem is not None:
                     failed += 1

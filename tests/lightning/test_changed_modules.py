@@ -185,3 +185,22 @@ class PaddedAndNormalized(Padded):
 @pytest.mark.parametrize("kind", [Padded, PaddedAndNormalized])
 def test_padding_of_an_encoder_in_evaluation(kind):
     assert_fit_parity(kind, table, lambda: table(160, seed=2), still=("net",))
+
+
+class HoldingATeacher(Classifier):
+    """Past ``nn.Module.__setattr__``: what it makes in its first step is no part of it."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 0:
+            object.__setattr__(self, "teacher", nn.Linear(FEATURES, CLASSES))
+            object.__setattr__(self, "factor", nn.Parameter(torch.full((), 0.5)))
+        with torch.no_grad():
+            target = self.teacher(batch[0]) * self.factor
+        return super().training_step(batch, batch_idx) + F.mse_loss(self.net(batch[0]), target)
+
+
+def test_a_layer_that_is_set_past_the_module_is_not_registered():
+    module = assert_fit_parity(HoldingATeacher, table, max_steps=3)[1].module
+    assert [name for name in module.state_dict() if "net" not in name] == []
+    assert "teacher" in module.__dict__
+    assert "factor" in module.__dict__

@@ -296,6 +296,28 @@ def test_windows_and_borders_of_an_open_length(name: str) -> None:
         compare(model, session, data, 2, 2, 1)
 
 
+TABLES = {
+    "rows of a table": "e = Shape<start=1, end=2>(x) t = Slice(table, zero, e, axis) y = Add(h, t)",
+    "rows and a mask": (
+        "e = Shape<start=1, end=2>(x) t = Slice(table, zero, e, axis) a = Add(h, t) u = Slice(mask, zero, e, zero) "
+        "v = Slice(u, zero, e, axis) m = Transpose<perm=[0,2,1]>(a) r = MatMul(m, v) y = Transpose<perm=[0,2,1]>(r)"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_length_that_is_at_most_that_of_a_table_is_open(name: str) -> None:
+    """As of positions: no length beyond the table's is one that the graph can be traced with."""
+    text = f"""g (float[N,T,3] x) => (float loss) {{ h = Mul(x, w) {TABLES[name]} z = Mul(y, y)
+        loss = ReduceMean<keepdims=0>(z) }}"""
+    numbers = {"zero": np.array([0]), "axis": np.array([1])}
+    tables = {"table": floats(1, 6, 3, seed=5), **({"mask": floats(6, 6, seed=6)} if "mask" in text else {})}
+    model = parse(text, 20, w=np.float32(2), **numbers, **tables)
+    session, data = sgd(model, "w", "table"), gradient_model(model, {"loss"}, {"x"}, "loss")
+    for length in (2, 3, 5, 6, 1):
+        compare(model, session, data, 4, length, 3)
+
+
 HALVED = """g (float[N,L] x) => (float loss) { h = Mul(x, w) m = Neg(h) s = Shape<start=1>(x) f = Cast<to=1>(s)
     i = Mul(f, half) c = Greater(i, limit) y = Where(c, h, m) z = Mul(y, y) p = Add(z, y)
     loss = ReduceSum<keepdims=0>(p) }"""

@@ -16,7 +16,7 @@ from lightning_ort.compiler.aot.sizes import Size, independent, value_of
 from lightning_ort.errors import UnsupportedError
 from lightning_ort.onnx_reader.values import dtype_from
 
-__all__ = ["HINTS", "Fakes", "InputInfo", "info_of", "input_infos", "input_type", "usual_hints"]
+__all__ = ["HINTS", "Fakes", "InputInfo", "info_of", "input_infos", "input_type", "is_small", "usual_hints"]
 
 _PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67)
 
@@ -24,9 +24,16 @@ HINTS = (
     _PRIMES,
     tuple(16 * n for n in (2, 3, 5, *_PRIMES[:-3])),
     tuple(8 * n for n in range(3, 35, 2)),
+    (3, 5, 2, 4, *range(6, 18)),
+    (5, 2, 3, *range(6, 19)),
 )
 """Sizes with which symbolic ones are traced, different for each: primes, and, for graphs in which sizes must be
-divisible, multiples of 16 and of 8."""
+divisible, multiples of 16 and of 8; small ones, where a table such as that of positions has no more rows."""
+
+
+def is_small(hints: Mapping[str, int]) -> bool:
+    """Whether these are small :data:`HINTS`, one of which may be right by chance where operators fix a product."""
+    return any(list(hints.values()) == [*sizes[: len(hints)]] for sizes in HINTS[-2:])
 
 
 def usual_hints(names: Sequence[str]) -> list[dict[str, int]]:

@@ -15,7 +15,7 @@ from torch._guards import TracingContext, tracing
 
 from lightning_ort.compiler.aot.agreement import holds_for, other_sizes, satisfied
 from lightning_ort.compiler.aot.forward import Forward, region_of, run_fake
-from lightning_ort.compiler.aot.inputs import Fakes, InputInfo, usual_hints
+from lightning_ort.compiler.aot.inputs import Fakes, InputInfo, is_small, usual_hints
 from lightning_ort.compiler.aot.requirements import required_sizes
 from lightning_ort.compiler.aot.sizes import bound, independent, varying
 from lightning_ort.compiler.functional_graph import Untraceable
@@ -162,7 +162,7 @@ def _joint(
                 return found[-1]
         if not varying(infos) or len(found) == 2:
             break
-    if not found:
+    if not found or (reason is not None and len(found) == 1 and is_small(traced_with[0].hints)):
         named = [name for name in independent(infos) if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", str(reason))]
         advice = f" Of {', '.join(named)}, declare as numbers the ones that are always the same." if named else ""
         raise UnsupportedError(f"The {what} cannot be differentiated: {reason}{advice}") from reason

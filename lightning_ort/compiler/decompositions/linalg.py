@@ -12,13 +12,20 @@ from lightning_ort.compiler.decompositions.registry import composes, decomposes
 aten = torch.ops.aten
 
 
-@composes(aten.bilinear.default)
+@composes(aten.bilinear.default, casting=True)
 def bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W_k y for each k, as two products instead of one over a four-dimensional intermediate."""
+    """x W_k y for each k, as two products instead of one over a four-dimensional intermediate.
+
+    Under autocast torch's own products are cast as well, and their sums kept in the type of ``x``.
+    """
     outputs, width, _ = weight.shape
     left = x.reshape(-1, width) @ weight.permute(1, 0, 2).reshape(width, -1)
-    result = (left.reshape(-1, outputs, y.shape[-1]) @ y.reshape(-1, y.shape[-1], 1)).reshape(*x.shape[:-1], outputs)
-    return result if bias is None else result + bias
+    result = (
+        (left.reshape(-1, outputs, y.shape[-1]) @ y.reshape(-1, y.shape[-1], 1))
+        .reshape(*x.shape[:-1], outputs)
+        .to(x.dtype)
+    )
+    return result if bias is None else (result + bias).to(x.dtype)
 
 
 @decomposes(aten.addmv.default)

@@ -169,7 +169,7 @@ def _network(
 
 
 # torch's own trace of recurrent layers leaves out the dropout between them
-@composes(aten.lstm.input, native=True)
+@composes(aten.lstm.input, native=True, casting=True)
 def lstm(
     x: Tensor,
     states: Sequence[Tensor],
@@ -190,7 +190,7 @@ def lstm(
 
 
 def _register_single_state(overload: Any, layer: Layer) -> None:
-    @composes(overload, native=True)
+    @composes(overload, native=True, casting=True)
     def network(x: Tensor, hidden: Tensor, parameters: Sequence[Tensor], biased: bool, *options: Any) -> Any:
         return _network(layer, x, [hidden], parameters, 2 + 2 * biased, biased, *options)
 
@@ -200,7 +200,7 @@ _register_single_state(aten.rnn_tanh.input, _rnn_layer(relu=False))
 _register_single_state(aten.rnn_relu.input, _rnn_layer(relu=True))
 
 
-@composes(aten.lstm_cell.default)
+@composes(aten.lstm_cell.default, casting=True)
 def lstm_cell(
     x: Tensor,
     states: Sequence[Tensor],
@@ -217,7 +217,7 @@ def lstm_cell(
     return o.sigmoid() * cell.tanh(), cell
 
 
-@composes(aten.gru_cell.default)
+@composes(aten.gru_cell.default, casting=True)
 def gru_cell(
     x: Tensor,
     hidden: Tensor,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 from torch import Tensor
-from torch._C import DispatchKey
+from torch._C import DispatchKey, DispatchKeySet
 
 # A fake of an image says how it lies as the image would; there is no public name for it.
 from torch._prims_common import suggest_memory_format
@@ -33,6 +33,8 @@ __all__ = [
 ]
 
 aten = torch.ops.aten
+
+_AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU).add(DispatchKey.AutocastCUDA)
 
 IS_TORCH_2_14 = Version(torch.__version__).release >= (2, 14)
 """Some kernels of torch compute otherwise since then."""
@@ -68,9 +70,12 @@ def keeps(*overloads: Any) -> None:
 
 _COMPOSITES: dict[Any, Callable[..., Any]] = {}
 _NATIVE: set[Any] = set()
+_CASTING: set[Any] = set()
 
 
-def composes(*overloads: Any, native: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def composes(
+    *overloads: Any, native: bool = False, casting: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function with the signature of the ATen overloads, written in differentiable torch calls.
 
     It may return ``NotImplemented`` to leave a call to torch. Calls with complex numbers are left so anyway: torch runs
@@ -79,6 +84,8 @@ def composes(*overloads: Any, native: bool = False) -> Callable[[Callable[..., A
     Args:
         overloads: what is rewritten.
         native: also in graphs that keep torch's own operators, because torch's way of tracing this one is not eager's.
+        casting: autocast casts what the function calls, as it does with what torch writes out by itself. Else it casts
+            none of it: torch has one kernel there.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,6 +95,8 @@ def composes(*overloads: Any, native: bool = False) -> Callable[[Callable[..., A
             _COMPOSITES[overload] = function
             if native:
                 _NATIVE.add(overload)
+            if casting:
+                _CASTING.add(overload)
         return function
 
     return register
@@ -192,7 +201,8 @@ def _keys(overload: Any) -> list[DispatchKey]:
 def _or_torch(overload: Any, function: Callable[..., Any], torch_kernel: Callable[..., Any] | None) -> Any:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if not _has_complex(args):
-            with set_original_aten_op(overload):
+            as_one = contextlib.nullcontext() if overload in _CASTING else torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
+            with set_original_aten_op(overload), as_one:
                 result = function(*args, **kwargs)
             if result is not NotImplemented:
                 return result

@@ -154,7 +154,8 @@ def grid_sampler_3d(x: Tensor, grid: Tensor, mode: int, padding_mode: int, align
     return _sample(x, grid, mode, padding_mode, align_corners)
 
 
-@composes(aten.affine_grid_generator.default)
+# torch's kernel calls a product, which autocast casts; that it does is unknown to torch's trace
+@composes(aten.affine_grid_generator.default, native=True, casting=True)
 def affine_grid_generator(theta: Tensor, size: Sequence[Any], align_corners: bool) -> Any:
     axes = []
     for n in size[2:]:
@@ -170,4 +171,4 @@ def affine_grid_generator(theta: Tensor, size: Sequence[Any], align_corners: boo
         view[i] = shape[i]
         base.insert(0, axis.reshape(view).expand(shape).reshape(-1))
     points = torch.stack([*base, torch.ones_like(base[0])], 1)
-    return (points @ theta.transpose(1, 2)).reshape(size[0], *shape, len(shape))
+    return points.expand(size[0], *points.shape).bmm(theta.transpose(1, 2)).reshape(size[0], *shape, len(shape))
