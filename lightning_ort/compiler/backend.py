@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_ort.compiler.autograd_functions import as_autograd_knows_it
 from lightning_ort.compiler.checkpointing import as_in_eager
@@ -91,6 +92,9 @@ class ORTBackend:
                 raise Untraceable("it is called within a transform of torch.func, on tensors without memory")
             if _has_collectives(graph):
                 raise Untraceable("a collective, which all processes make once, is in a graph that may run more often")
+            strange = _strange_tensors(graph, example_inputs)
+            if strange is not None:
+                raise Untraceable(f"it computes with {strange}")
             as_in_eager(graph)
             as_autograd_knows_it(graph)
             parts = cut_at_results(graph)
@@ -159,6 +163,29 @@ def _is_transformed(example_inputs: Sequence[Any]) -> bool:
     functorch = torch._C._functorch
     wrapped = (functorch.is_functorch_wrapped_tensor(x) for x in example_inputs if isinstance(x, torch.Tensor))
     return functorch.peek_interpreter_stack() is not None or any(wrapped)
+
+
+_QUANTIZED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+
+
+def _strange_tensors(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> str | None:
+    """What is no array of numbers, in words: anywhere, or, if graphs may hold it, where this one begins or ends."""
+    if any(getattr(n.target, "__name__", "").startswith("quantize_per_") for n in graph.graph.nodes):
+        return "quantized tensors"  # which Dynamo takes for others
+    inner = [n.meta.get("example_value") for n in graph.graph.nodes]
+    ends = [*example_inputs, *[n.meta.get("example_value") for n in graph.graph.output_node().all_input_nodes]]
+    for x in (x for x in [*example_inputs, *inner] if isinstance(x, torch.Tensor)):
+        if x.dtype in _QUANTIZED or x.is_mkldnn:
+            return "quantized tensors" if x.dtype in _QUANTIZED else "tensors in a layout of oneDNN's"
+        # private: there is no public way to tell
+        if x.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(x):
+            return "tensors without memory"
+    for x in (x for x in ends if isinstance(x, torch.Tensor)):
+        if x.is_nested or is_traceable_wrapper_subclass(x):
+            return f"tensors of the class {type(x).__name__}"
+        if x.is_floating_point() and x.dtype.itemsize < 2:
+            return f"tensors of {x.dtype}"
+    return None
 
 
 def _has_collectives(graph: fx.GraphModule) -> bool:

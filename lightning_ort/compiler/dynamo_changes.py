@@ -58,6 +58,8 @@ def changing(call: Callable[..., Any]) -> Callable[..., Any]:
         goes = self.fn is delattr and known(args[0]).source is not None
         if any(map(_is_array, args)) and self.fn not in _ASKING:
             leave_to_python(f"{self.fn.__name__} of an array of NumPy's")
+        if self.fn not in _ASKING and any(_computes_otherwise(known(a)) for a in args):
+            _leave(self, args)
         # the arithmetic of symbols takes such a remainder for a whole number
         if self.fn in _REMAINDERS and any(_is_open(known(a), float) for a in args):
             leave_to_python(f"{self.fn.__name__} of a float that changes")
@@ -91,6 +93,29 @@ def _breaking_at_operators(run: Callable[..., None]) -> Callable[..., None]:
 def _is_object(variable: Any) -> bool:
     there = known(variable)
     return _is_array(there) or _is_open(there, float) or isinstance(there, (SetVariable, UserDefinedObjectVariable))
+
+
+_CONSTANTS: Any = getattr(user_defined, "UserDefinedConstantVariable", ())
+_MAKING = {
+    "__doc__",
+    "__getnewargs__",
+    "__getstate__",
+    "__hash__",
+    "__init__",
+    "__new__",
+    "__reduce__",
+    "__reduce_ex__",
+}
+
+
+def _computes_otherwise(there: Any) -> bool:
+    """Whether it is of a class of ``int``, ``float`` or ``str`` with operators of its own, which Dynamo passes over."""
+    if not isinstance(there, _CONSTANTS):
+        return False
+    kind = there.python_type()
+    own = {name for cls in kind.__mro__ if cls.__flags__ & _HEAP_TYPE for name in cls.__dict__}
+    plain = next(base for base in (int, float, str) if issubclass(kind, base))
+    return not own.intersection(dir(plain)) <= _MAKING
 
 
 def _is_open(there: Any, kind: type) -> bool:

@@ -13,17 +13,27 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 __all__ = [
     "GlobalState",
     "drawing_as_traced",
     "forget_frames",
+    "has_tangents",
     "leaving_grad_mode",
     "saved_tensors_have_hooks",
     "takes_gradients",
     "without_autocast",
 ]
+
+
+def has_tangents() -> bool:
+    """Whether tensors may have tangents, within ``torch.autograd.forward_ad.dual_level()``: a graph would drop them.
+
+    Private: torch has no public way to ask, and a tensor with a tangent is like another one to Dynamo.
+    """
+    return forward_ad._current_level >= 0
 
 
 def saved_tensors_have_hooks() -> bool:

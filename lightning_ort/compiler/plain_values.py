@@ -55,6 +55,7 @@ _NAMES = "add sub mul truediv floordiv mod pow neg pos abs invert iadd isub imul
 _ARITHMETIC = {abs, *(getattr(operator, name) for name in _NAMES.split())}
 _TELLING = {isinstance, type}
 _TENSORS = (torch.tensor, torch.as_tensor, torch.asarray)
+_BUFFER = getattr(torch.nn, "Buffer", None)  # since torch 2.5
 _DERIVATIVES = {torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp}
 
 
@@ -199,9 +200,11 @@ def _marking(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _making_tensors(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Tensors of NumPy's numbers have their type, those of Python's the default one."""
+    """Tensors of NumPy's numbers have their type, those of Python's the default one; buffers are Python's own."""
 
     def method(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.value is _BUFFER:  # Dynamo makes a tensor, which no module would register
+            leave_to_python("torch.nn.Buffer")
         if self.value in _TENSORS and "dtype" not in kwargs:
             kinds = {kind for data in args for kind in _kinds_in(data)}
             if not kinds <= {np.float64, None}:

@@ -18,7 +18,7 @@ from lightning_ort.compiler.eager_graph import arrivals
 from lightning_ort.compiler.executors.executable import Account, Eager, Executable, timed_in_torch
 from lightning_ort.compiler.first_run import FirstRun, Incoming
 from lightning_ort.compiler.functional_graph import Untraceable
-from lightning_ort.compiler.global_state import GlobalState, saved_tensors_have_hooks, takes_gradients
+from lightning_ort.compiler.global_state import GlobalState, has_tangents, saved_tensors_have_hooks, takes_gradients
 from lightning_ort.compiler.graph_report import report_of
 from lightning_ort.compiler.interrupts import Interrupts
 from lightning_ort.compiler.kept import Kept, before_write, in_torch
@@ -288,6 +288,8 @@ class Region:
     def __call__(self, *args: Any) -> Sequence[Any]:
         if self.changed and overlap(args, self.changed):
             self._tell_of_overlap()
+            return self._in_eager(*args)
+        if has_tangents():
             return self._in_eager(*args)
         if self._contest is not None:
             self._compare(self._contest, args)
