@@ -97,15 +97,8 @@ def _is_object(variable: Any) -> bool:
 
 _CONSTANTS: Any = getattr(user_defined, "UserDefinedConstantVariable", ())
 _MAKING = {
-    "__doc__",
-    "__getnewargs__",
-    "__getstate__",
-    "__hash__",
-    "__init__",
-    "__new__",
-    "__reduce__",
-    "__reduce_ex__",
-}
+    "__doc__", "__getnewargs__", "__getstate__", "__hash__", "__init__", "__new__", "__reduce__", "__reduce_ex__",
+}  # fmt: skip
 
 
 def _computes_otherwise(there: Any) -> bool:

@@ -20,11 +20,8 @@ def bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -
     """
     outputs, width, _ = weight.shape
     left = x.reshape(-1, width) @ weight.permute(1, 0, 2).reshape(width, -1)
-    result = (
-        (left.reshape(-1, outputs, y.shape[-1]) @ y.reshape(-1, y.shape[-1], 1))
-        .reshape(*x.shape[:-1], outputs)
-        .to(x.dtype)
-    )
+    products = left.reshape(-1, outputs, y.shape[-1]) @ y.reshape(-1, y.shape[-1], 1)
+    result = products.reshape(*x.shape[:-1], outputs).to(x.dtype)
     return result if bias is None else (result + bias).to(x.dtype)
 
 
