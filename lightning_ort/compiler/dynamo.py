@@ -253,8 +253,11 @@ class DynamoObserver(logging.Handler):
     }
     """loggers to how their accounts begin of code that Dynamo cannot compile and leaves to Python, over many lines"""
 
-    _BREAKS: ClassVar = {"torch._dynamo.variables.tensor": "Graph break from `Tensor.item()`"}
-    """likewise of graph breaks, which are in the report with the user's line"""
+    _BREAKS: ClassVar = {
+        "torch._dynamo.variables.tensor": "Graph break from `Tensor.item()`",
+        "torch._dynamo.variables.builtin": "incorrect arg count",
+    }
+    """likewise of graph breaks, which are in the report with the user's line, and of what it then does otherwise"""
 
     _UNKNOWN = "Dynamo does not know how to trace the builtin"
     """a warning about some of them, with a request to report them"""

@@ -64,3 +64,11 @@ def test_what_a_step_computes_in_python(name):
         make_trainer(strategy, max_steps=4).fit(module, torch.utils.data.DataLoader(torch.ones(4, 2)))
         kept.append(repr(module.kept))
     assert kept[1] == kept[0]
+
+
+def test_nothing_is_said_of_what_goes_another_way(caplog):
+    """``max`` with a key, which Dynamo tries without first."""
+    best = Stepping(lambda module, i: max({"a": 1.0, "b": 2.0}.items(), key=lambda pair: pair[1])[0])
+    make_trainer(ORTStrategy(print_report=False), max_steps=1).fit(best, torch.utils.data.DataLoader(torch.ones(4, 2)))
+    assert best.kept == ["b"]
+    assert not [record for record in caplog.records if record.name.startswith("torch")]
