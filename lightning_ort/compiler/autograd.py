@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lightning_ort.compiler.compilation import Pair
     from lightning_ort.compiler.region import Region
 
-__all__ = ["ApartStep", "LossStep", "Node", "PairStep", "divided", "makes_nan", "multiply"]
+__all__ = ["ApartStep", "LossStep", "Node", "PairStep", "divided", "makes_nan", "multiply", "node_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +61,11 @@ def divided(
         edges = [i if i in ends else None for i in wanted]
         nodes.append(Node(positions, edges, within=not nodes or {None, *nodes[0].edges}.issuperset(edges)))
     return nodes
+
+
+def node_of(tensors: Sequence[torch.Tensor]) -> Any:
+    """The node of autograd of a run that has given ``tensors``; ``None`` where gradients are off."""
+    return next((x.grad_fn for x in tensors if x.grad_fn is not None), None)
 
 
 def _start(ctx: Any, region: Region, apart: Collection[int], pair: Pair | None = None) -> None:

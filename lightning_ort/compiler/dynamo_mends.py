@@ -34,7 +34,7 @@ from torch._dynamo.exc import ObservedAttributeError, ObservedKeyError
 from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
 from torch._dynamo.source import ConstDictKeySource, SkipGuardSource, TypeDictSource, is_from_local_source
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslator
-from torch._dynamo.variables import builder, functions
+from torch._dynamo.variables import ConstantVariable, builder, functions
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.dicts import ConstDictVariable, DunderDictVariable
@@ -42,7 +42,7 @@ from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import PythonModuleVariable
 from torch._dynamo.variables.optimizer import OptimizerVariable
-from torch._dynamo.variables.tensor import SymNodeVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
 from torch.fx.experimental.sym_node import SymNode
 
@@ -304,6 +304,18 @@ def _unmeasured(measure: Callable[..., float]) -> Callable[..., float]:
     return profile_guard_manager
 
 
+def _by_conditions(mark: Callable[..., Any]) -> Callable[..., Any]:
+    """``x.requires_grad_(i % 2 == 0)``: a condition on numbers that change is decided here, as by ``if``."""
+
+    def method_requires_grad_(self: Any, tx: Any, requires_grad: Any = True) -> Any:
+        there = known(requires_grad)
+        if isinstance(there, SymNodeVariable):
+            there = ConstantVariable.create(bool(there.evaluate_expr()))
+        return mark(self, tx, there)
+
+    return method_requires_grad_
+
+
 _ALL: list[tuple[Any, str, Callable[..., Callable[..., Any]]]] = [
     *COMPARISONS,
     *CONTENTS,
@@ -325,6 +337,7 @@ _ALL: list[tuple[Any, str, Callable[..., Callable[..., Any]]]] = [
     (InliningInstructionTranslator, "get_globals_source_and_value", _guarding_environment),
     (ConstDictVariable, "getitem_const_raise_exception_if_absent", _guarding_absence_of_keys),
     (VariableBuilder, "wrap_symfloat", _guarding_finiteness),
+    (TensorVariable, "method_requires_grad_", _by_conditions),
     (SymNode, "guard_float", _guarding_what_floats_are_made_of),
     (DunderDictVariable, "install_dict_contains_guard", lambda original: _guard_name),
     (DunderDictVariable, "install_dict_keys_match_guard", lambda original: _guard_names),

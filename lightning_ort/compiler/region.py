@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compiler.autograd import ApartStep, LossStep, Node, PairStep, divided
+from lightning_ort.compiler.autograd import ApartStep, LossStep, Node, PairStep, divided, node_of
 from lightning_ort.compiler.compilation import OVERLAP, Compilation, Pair
 from lightning_ort.compiler.contest import MEMORY, Choice, Contest, Key, measures
 from lightning_ort.compiler.dynamo_words import source_line
@@ -266,10 +267,11 @@ class Region:
         """Gradients that arrive at a single scalar make it the loss of the runs to come."""
         if self._loss is None and self._pair is not None and not self._pair.general:
             (output, *more) = arrived
-            if not more and self._layout.values[output].numel() == 1:
-                self.use_loss(output)
-            else:
-                self._pair.general = True
+            with contextlib.suppress(Untraceable):  # at sizes that are settled otherwise by now
+                if not more and self._layout.values[output].numel() == 1:
+                    self.use_loss(output)
+                    return
+            self._pair.general = True
 
     def leave_loss(self) -> None:
         """Gradients that arrive elsewhere than at the loss are computed by a pair of graphs from now on.
@@ -304,7 +306,7 @@ class Region:
         else:
             tensors = self._with_gradients(args)
         outputs = self._layout.arrange(executable, tensors, args)
-        if self._inner and (step := _node_of(tensors)) is not None:
+        if self._inner and (step := node_of(tensors)) is not None:
             step.watched = watch(outputs, self._inner, step)
         return outputs
 
@@ -337,7 +339,7 @@ class Region:
         apart = [p for node in others for p in node.positions]
         tensors = list(self._step(args, apart, [None if i is None else ends[i] for i in first.edges]))
         if others:
-            step = _node_of(tensors)
+            step = node_of(tensors)
         for node in others:
             given = [tensors[p] for p in node.positions] + [None if i is None else ends[i] for i in node.edges]
             again = ApartStep.apply(step, node.positions, node.within, *given)
@@ -437,11 +439,6 @@ class Region:
                 ]
                 torch._foreach_copy_(targets, [results[position] for _, position in executable.updates])
         return results
-
-
-def _node_of(tensors: Sequence[torch.Tensor]) -> Any:
-    """The node of autograd of a run that has given ``tensors``; ``None`` where gradients are off."""
-    return next((x.grad_fn for x in tensors if x.grad_fn is not None), None)
 
 
 def _uncounted(graph: fx.GraphModule) -> frozenset[int]:

@@ -17,7 +17,7 @@ from lightning_ort.distributed.ranks import Ranks
 from lightning_ort.errors import CheckpointError, UnsupportedError
 from lightning_ort.lightning.devices import PRECISIONS, Devices, check_precision
 from lightning_ort.lightning.engine import EngineOptions
-from lightning_ort.lightning.parallel import ParallelOptions
+from lightning_ort.lightning.parallel import ParallelOptions, module_arguments
 from lightning_ort.lightning_packages import Package, everywhere_in_fabric, package_of
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class ORTFabricStrategy(EngineOptions, Devices):
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
-            of_module=kwargs,
+            of_module=module_arguments(**kwargs),
             **ParallelOptions.asked_of(type(self)),
         )
         super().__init__(

@@ -24,16 +24,30 @@ from lightning_ort.errors import RankError
 from lightning_ort.lightning_packages import TorchCheckpointIO, Variant
 from lightning_ort.validation import choice, flag, number, shown
 
-__all__ = ["ParallelOptions", "SyncedLayers", "WatchedLauncher", "on_any_device", "redirected"]
+__all__ = ["ParallelOptions", "SyncedLayers", "WatchedLauncher", "module_arguments", "on_any_device", "redirected"]
 
-_OF_MODULE = {
-    name: parameter.default
+_ARGUMENTS = [
+    parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
     for name, parameter in inspect.signature(DistributedDataParallel).parameters.items()
     if name not in ("module", "device_ids", "output_device", "dim", "process_group", "device_mesh")
-}
-"""arguments of torch's module that are a user's to choose, and their defaults"""
+]
+"""those of torch's module that are a user's to choose"""
+_OF_MODULE = {parameter.name: parameter.default for parameter in _ARGUMENTS}
+"""their defaults"""
 _BUCKET = 25
 """torch's own size of a bucket, in MiB; given by name it holds for the first one too"""
+
+
+def module_arguments(**kwargs: Any) -> dict[str, Any]:
+    """Arguments of torch's ``DistributedDataParallel``, as they were given.
+
+    LightningCLI finds here by which names a configuration may give them: it follows ``**kwargs`` to what is called with
+    them, and reads its signature.
+    """
+    return kwargs
+
+
+module_arguments.__signature__ = inspect.Signature(_ARGUMENTS)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -113,7 +127,9 @@ class ParallelOptions:
         """Keyword arguments for ``DDPStrategy``, whose processes compute ``on_cpu`` or on GPUs."""
         # The gradients of a step that is one graph are there all at once: what torch sends ahead in a small bucket by
         # default is not earlier, and gloo takes about twice as long for two sums at a time as for one of them all.
-        of_module = {"bucket_cap_mb": _BUCKET, **(self.of_module or {})} if on_cpu else self.of_module or {}
+        of_module = dict(self.of_module or {})
+        if on_cpu and of_module.get("bucket_cap_mb") is None:  # a configuration gives all defaults by name
+            of_module["bucket_cap_mb"] = _BUCKET
         return {
             "process_group_backend": self.process_group_backend,
             "timeout": self.group_timeout,

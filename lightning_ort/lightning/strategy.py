@@ -21,7 +21,7 @@ from lightning_ort.errors import CheckpointError
 from lightning_ort.files.output import printed
 from lightning_ort.lightning.devices import OnDevices
 from lightning_ort.lightning.engine import EngineOptions
-from lightning_ort.lightning.parallel import ParallelOptions, redirected
+from lightning_ort.lightning.parallel import ParallelOptions, module_arguments, redirected
 from lightning_ort.lightning_packages import everywhere, pl
 from lightning_ort.report import timeline
 from lightning_ort.report.ranks import from_text, to_text
@@ -137,7 +137,7 @@ class ORTStrategy(EngineOptions, OnDevices):
             ddp_comm_wrapper=ddp_comm_wrapper,
             model_averaging_period=model_averaging_period,
             shard_optimizer=shard_optimizer,
-            of_module=kwargs,
+            of_module=module_arguments(**kwargs),
             **ParallelOptions.asked_of(type(self)),
         )
         super().__init__(

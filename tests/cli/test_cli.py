@@ -30,10 +30,12 @@ QUIET = [
 ]
 
 
-def run(*arguments: str, subcommand: str = "fit") -> LightningCLI:
+def run(*arguments: str, subcommand: str | None = "fit") -> LightningCLI:
+    """The command line; without a subcommand, only what it makes."""
     torch._dynamo.reset()
+    args = [*([] if subcommand is None else [subcommand]), *QUIET, *arguments]
     with quiet():
-        return LightningCLI(Classifier, TableData, args=[subcommand, *QUIET, *arguments], save_config_callback=None)
+        return LightningCLI(Classifier, TableData, args=args, run=subcommand is not None, save_config_callback=None)
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +81,23 @@ def test_strategy_from_a_file(eager, tmp_path):
         "      print_report: false\n"
     )
     assert_same(eager, run(f"--config={path}"))
+
+
+@needs_ort
+def test_options_of_torchs_module_in_a_configuration(eager, tmp_path, capsys):
+    """By their names there, as for ``DDPStrategy``; what is not given stays as it is."""
+    text = "trainer:\n  strategy:\n    class_path: lightning_ort.ORTStrategy\n    init_args: {{{}: {}}}\n"
+    path = tmp_path / "config.yaml"
+    path.write_text(text.format("find_unused_parameters", "true"))
+    cli = run(f"--config={path}", "--trainer.devices=2", subcommand=None)
+    given = cli.trainer.strategy._ddp_kwargs
+    assert given["find_unused_parameters"] is True
+    assert given["bucket_cap_mb"] == 25
+    assert_same(eager, run(f"--config={path}"))
+    path.write_text(text.format("find_unused", "true"))
+    with pytest.raises(SystemExit):
+        run(f"--config={path}")
+    assert "find_unused" in capsys.readouterr().err
 
 
 @needs_ort

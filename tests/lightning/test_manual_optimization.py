@@ -293,3 +293,47 @@ def test_gradient_penalty_is_never_dropped():
     eager, other = assert_fit_parity(GradientPenalty, curve, max_epochs=8, in_ort=(), still=still, logger=MemoryLogger)
     assert_in_ort(other.trainer, graphs=16, in_torch=[""])  # regions before and after the penalty, not one per step
     assert eager.trainer.callback_metrics["penalty"] > 0
+
+
+class LazilyRegularized(LightningModule):
+    """Penalties of gradients in some steps, as a StyleGAN has them: by inputs, and by what the generator maps to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.mapping, self.synthesis = nn.Linear(FEATURES, 4), nn.Linear(4, FEATURES)
+        self.critic = nn.Linear(FEATURES, 1)
+        self.register_buffer("length", torch.zeros(()))
+
+    def generated(self, z):
+        style = torch.tanh(self.mapping(z))
+        return torch.sin(self.synthesis(style)), style
+
+    def training_step(self, batch, batch_idx):
+        of_generator, of_critic = self.optimizers()
+        real = batch[0].detach().requires_grad_(batch_idx % 2 == 0)
+        score = self.critic(real)
+        loss = F.softplus(self.critic(torch.randn_like(batch[0]))).mean() + F.softplus(-score).mean()
+        if batch_idx % 2 == 0:
+            loss = loss + torch.autograd.grad(score.sum(), real, create_graph=True)[0].square().mean()
+        of_critic.zero_grad()
+        self.manual_backward(loss)
+        of_critic.step()
+        made, style = self.generated(torch.randn_like(batch[0]))
+        loss = F.softplus(-self.critic(made)).mean()
+        if batch_idx % 3 == 0:
+            slope = torch.autograd.grad((made * torch.randn_like(made)).sum(), style, create_graph=True)[0]
+            length = slope.square().sum(1).sqrt()
+            loss = loss + (length - self.length).square().mean()
+            self.length.copy_(length.mean().detach())
+        of_generator.zero_grad()
+        self.manual_backward(loss)
+        of_generator.step()
+
+    def configure_optimizers(self):
+        weights = [*self.mapping.parameters(), *self.synthesis.parameters()]
+        return torch.optim.SGD(weights, 0.1), torch.optim.SGD(self.critic.parameters(), 0.1)
+
+
+def test_penalties_of_some_steps():
+    assert_fit_parity(LazilyRegularized, curve, max_steps=12, recompilations=40)

@@ -8,11 +8,13 @@ from collections import UserDict
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader
 from modules import TextClassifier, sentences
-from parity import assert_same_state, fit, make_trainer, state_of
+from parity import assert_same_outcome, assert_same_state, fit, make_trainer, needs_ort, state_of, step_report
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
+from lightning_ort import ORTStrategy
 from lightning_ort.lightning import open_sizes
 from lightning_ort.lightning.open_sizes import smaller_at_the_end
 
@@ -260,3 +262,54 @@ def test_kinds_of_batches(collate):
     run = fit(Module, loader, max_epochs=2)
     graphs, recompilations = reports(run.trainer)["training_step"]
     assert (graphs, recompilations) == (1, 0)
+
+
+class SemiSupervised(LightningModule):
+    """Losses of batches of two loaders, which the step reads as numbers before it returns their sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU())
+        self.classes, self.turns, self.pixels, self.before = (
+            nn.Linear(16, 10),
+            nn.Linear(16, 4),
+            nn.Linear(16, 64),
+            None,
+        )
+
+    def training_step(self, batch, batch_idx):
+        (x, y), (u,) = batch["labelled"], batch["other"]
+        k = torch.randint(0, 4, (len(u),))
+        turned = torch.stack([torch.rot90(image, int(times), (1, 2)) for image, times in zip(u, k, strict=True)])
+        losses = [
+            nn.functional.cross_entropy(self.classes(self.body(x)), y),
+            nn.functional.cross_entropy(self.turns(self.body(turned)), k),
+            nn.functional.mse_loss(self.pixels(self.body(u)), u.flatten(1)),
+        ]
+        self.before = [float(loss.detach()) for loss in losses]
+        return {"loss": sum(losses), "parts": [loss.detach() for loss in losses]}
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def loaders_of_two_lengths() -> CombinedLoader:
+    generator = torch.Generator().manual_seed(0)
+    images, labels = torch.randn(32, 1, 8, 8, generator=generator), torch.randint(0, 3, (12,), generator=generator)
+    loaders = {
+        "labelled": DataLoader(TensorDataset(images[:12], labels), 4),
+        "other": DataLoader(TensorDataset(images[12:]), 6),
+    }
+    return CombinedLoader(loaders, "max_size_cycle")
+
+
+@needs_ort
+def test_a_graph_that_cannot_be_compiled_for_its_loss_late():
+    """Sizes that were fixed meanwhile leave the gradients to the pair of graphs that there is."""
+    eager, other = (
+        fit(SemiSupervised, loaders_of_two_lengths, strategy=strategy, max_epochs=2, max_steps=-1)
+        for strategy in ("auto", ORTStrategy(print_report=False))
+    )
+    assert_same_outcome(eager, other)
+    assert other.module.before == pytest.approx(eager.module.before, rel=1e-5)
+    assert step_report(other.trainer, "training_step").graphs > 1
