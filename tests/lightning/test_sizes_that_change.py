@@ -286,8 +286,13 @@ class SemiSupervised(LightningModule):
             nn.functional.cross_entropy(self.turns(self.body(turned)), k),
             nn.functional.mse_loss(self.pixels(self.body(u)), u.flatten(1)),
         ]
+        with torch.no_grad():
+            sure, guess = self.classes(self.body(u)).softmax(-1).max(-1)
+        noisy = self.classes(self.body(u + 0.1 * torch.randn_like(u)))
+        guessed = nn.functional.cross_entropy(noisy, guess, reduction="none") * (sure >= 0.12).to(x.dtype)
+        total = sum(losses) + guessed.mean()
         self.before = [float(loss.detach()) for loss in losses]
-        return {"loss": sum(losses), "parts": [loss.detach() for loss in losses]}
+        return {"loss": total, "parts": [loss.detach() for loss in losses]}
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
