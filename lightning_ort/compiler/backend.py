@@ -177,14 +177,15 @@ def _strange_tensors(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> st
     for x in (x for x in [*example_inputs, *inner] if isinstance(x, torch.Tensor)):
         if x.dtype in _QUANTIZED or x.is_mkldnn:
             return "quantized tensors" if x.dtype in _QUANTIZED else "tensors in a layout of oneDNN's"
-        # private: there is no public way to tell
-        if x.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if x.is_meta:
             return "tensors without memory"
     for x in (x for x in ends if isinstance(x, torch.Tensor)):
         if x.is_nested or is_traceable_wrapper_subclass(x):
             return f"tensors of the class {type(x).__name__}"
         if x.is_floating_point() and x.dtype.itemsize < 2:
             return f"tensors of {x.dtype}"
+        if torch._C._functorch.is_functorch_wrapped_tensor(x):  # private: there is no public way to tell
+            return "what a transform of torch.func computes with"
     return None
 
 

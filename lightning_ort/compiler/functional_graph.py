@@ -26,6 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx, maybe_enable_thunkify
 
 from lightning_ort.compiler import decompositions
 from lightning_ort.compiler.decompositions.registry import composites
+from lightning_ort.compiler.global_state import closing_dual_level
 
 __all__ = [
     "TRACED_KEYS",
@@ -195,6 +196,7 @@ def _graph(
         # it would look for NaNs in tensors that have no values yet
         stack.enter_context(torch.autograd.set_detect_anomaly(False))
         stack.enter_context(torch.set_grad_enabled(grad))
+        stack.enter_context(closing_dual_level())
         try:
             module = make_fx(
                 called,

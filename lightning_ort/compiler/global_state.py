@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 __all__ = [
     "GlobalState",
+    "closing_dual_level",
     "drawing_as_traced",
     "forget_frames",
     "has_tangents",
@@ -34,6 +35,24 @@ def has_tangents() -> bool:
     Private: torch has no public way to ask, and a tensor with a tangent is like another one to Dynamo.
     """
     return forward_ad._current_level >= 0
+
+
+@contextlib.contextmanager
+def closing_dual_level() -> Iterator[None]:
+    """Close the level of forward-mode differentiation that an error in the middle of one has left open.
+
+    Private: there is one level at a time, and no public way to ask for it; until it is closed, no other can be opened.
+    """
+    try:
+        yield
+    except BaseException:
+        try:
+            level = torch._C._enter_dual_level()
+        except RuntimeError:
+            level = 0
+        if forward_ad._current_level < 0:  # it is not the user's
+            torch._C._exit_dual_level(level=level)
+        raise
 
 
 def saved_tensors_have_hooks() -> bool:
