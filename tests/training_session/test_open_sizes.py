@@ -16,9 +16,10 @@ from ondevice_models import opened
 from ondevice_wheel import needs_wheel
 from onnx_text import floats, parse
 from test_gradient_graph import gradient_model, run
-from torch import nn
+from torch import fx, nn
 
 from lightning_ort import GradientGraphBuilder, TrainingParameters, TrainingSession, UnsupportedError
+from lightning_ort.compiler.aot.agreement import _Replay
 from lightning_ort.compiler.aot.inputs import InputInfo
 from lightning_ort.compiler.aot.sizes import mismatch
 from lightning_ort.ondevice import CheckpointState, Module, generate_artifacts
@@ -296,6 +297,24 @@ def test_windows_and_borders_of_an_open_length(name: str) -> None:
         compare(model, session, data, 2, 2, 1)
 
 
+def test_windows_in_the_padding_alone_overwrite_nothing() -> None:
+    """At sizes that are tried torch's kernel for the gradient would write outside of the image."""
+    text = """g (double[N,2,L] x) => (double loss) { h = Mul(x, w)
+        y = MaxPool<kernel_shape=[2], dilations=[3], pads=[1,1], strides=[2], ceil_mode=1>(h)
+        loss = ReduceSum<keepdims=0>(y) }"""
+    model = parse(text, 18, w=np.float64(2))
+    data, x = gradient_model(model, {"loss"}, {"x"}, "loss"), floats(2, 2, 9).astype(np.float64)
+    leaf = torch.from_numpy(x).requires_grad_()
+    to_torch(model)(leaf)[0].backward()
+    np.testing.assert_allclose(run(data, {"x": x})["x_grad"], leaf.grad.numpy(), rtol=1e-12)
+    replay = _Replay(fx.symbolic_trace(lambda g, x, i: _POOLED(g, x, [1, 2], [1, 2], [0, 1], [1, 3], True, i)))
+    image, incoming = torch.rand(1, 1, 1, 4), torch.ones(1, 1, 1, 2)
+    with pytest.raises(IndexError, match="outside of the image"):
+        replay.run(incoming, image, torch.full((1, 1, 1, 2), 4))
+    assert replay.run(incoming, image, torch.zeros(1, 1, 1, 2, dtype=torch.long)).sum() == 2
+
+
+_POOLED = torch.ops.aten.max_pool2d_with_indices_backward.default
 TABLES = {
     "rows of a table": "e = Shape<start=1, end=2>(x) t = Slice(table, zero, e, axis) y = Add(h, t)",
     "rows and a mask": (

@@ -117,9 +117,27 @@ def _run(traced: Traced, inputs: list[torch.Tensor]) -> list[Any]:
     return _Replay(traced.module).run(*inputs)
 
 
+_WRITING_AT_INDICES: dict[Any, int] = {
+    aten.max_pool2d_with_indices_backward.default: 2,
+    aten.max_pool3d_with_indices_backward.default: 3,
+}
+"""Kernels that write wherever their last argument says, and the dimensions that it counts through."""
+
+
+def _check_within(indices: torch.Tensor, shape: torch.Size) -> None:
+    """
+    Raises:
+        IndexError: a window lies in the padding alone, as at sizes that are too small; memory would be overwritten.
+    """
+    if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < shape.numel():
+        raise IndexError(f"an index lies outside of the image of {tuple(shape)}")
+
+
 class _Replay(fx.Interpreter):
     """Runs a functional graph, whose tensors have lost the strides that views rely on."""
 
     def call_function(self, target: Callable[..., Any] | str, args: Any, kwargs: Any) -> Any:
         target = aten.reshape.default if target == aten.view.default else target
+        if target in _WRITING_AT_INDICES:
+            _check_within(args[-1], args[1].shape[-_WRITING_AT_INDICES[target] :])
         return super().call_function(target, args, kwargs)
