@@ -88,13 +88,13 @@ class ORTBackend:
                 return _raising(LeftToPython())
             if saved_tensors_have_hooks():
                 raise Untraceable("torch.autograd.graph.saved_tensors_hooks are called with what eager saves")
-            if _is_transformed(example_inputs):
+            if _is_transformed(_ends(graph, example_inputs)):
                 raise Untraceable("it is called within a transform of torch.func, on tensors without memory")
             if _has_collectives(graph):
                 raise Untraceable("a collective, which all processes make once, is in a graph that may run more often")
-            strange = _strange_tensors(graph, example_inputs)
-            if strange is not None:
-                raise Untraceable(f"it computes with {strange}")
+            unsupported = _unsupported_tensors(graph, example_inputs)
+            if unsupported is not None:
+                raise Untraceable(f"it computes with {unsupported}")
             as_in_eager(graph)
             as_autograd_knows_it(graph)
             parts = cut_at_results(graph)
@@ -157,35 +157,39 @@ def _raising(error: Exception) -> Callable[..., Any]:
     return call
 
 
-def _is_transformed(example_inputs: Sequence[Any]) -> bool:
+def _ends(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors with which the graph begins, and those with which it ends."""
+    results = [n.meta.get("example_value") for n in graph.graph.output_node().all_input_nodes]
+    return [x for x in [*example_inputs, *results] if isinstance(x, torch.Tensor)]
+
+
+def _is_transformed(ends: Sequence[torch.Tensor]) -> bool:
     """Whether this is within a transform of ``torch.func``, or on tensors that one has left to a later backward."""
     # private: there is no public way to tell
     functorch = torch._C._functorch
-    wrapped = (functorch.is_functorch_wrapped_tensor(x) for x in example_inputs if isinstance(x, torch.Tensor))
-    return functorch.peek_interpreter_stack() is not None or any(wrapped)
+    return functorch.peek_interpreter_stack() is not None or any(map(functorch.is_functorch_wrapped_tensor, ends))
 
 
 _QUANTIZED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 
 
-def _strange_tensors(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> str | None:
+def _unsupported_tensors(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> str | None:
     """What is no array of numbers, in words: anywhere, or, if graphs may hold it, where this one begins or ends."""
     if any(getattr(n.target, "__name__", "").startswith("quantize_per_") for n in graph.graph.nodes):
         return "quantized tensors"  # which Dynamo takes for others
     inner = [n.meta.get("example_value") for n in graph.graph.nodes]
-    ends = [*example_inputs, *[n.meta.get("example_value") for n in graph.graph.output_node().all_input_nodes]]
     for x in (x for x in [*example_inputs, *inner] if isinstance(x, torch.Tensor)):
-        if x.dtype in _QUANTIZED or x.is_mkldnn:
-            return "quantized tensors" if x.dtype in _QUANTIZED else "tensors in a layout of oneDNN's"
+        if x.dtype in _QUANTIZED:
+            return "quantized tensors"
+        if x.is_mkldnn:
+            return "tensors in a layout of oneDNN's"
         if x.is_meta:
             return "tensors without memory"
-    for x in (x for x in ends if isinstance(x, torch.Tensor)):
+    for x in _ends(graph, example_inputs):
         if x.is_nested or is_traceable_wrapper_subclass(x):
             return f"tensors of the class {type(x).__name__}"
         if x.is_floating_point() and x.dtype.itemsize < 2:
             return f"tensors of {x.dtype}"
-        if torch._C._functorch.is_functorch_wrapped_tensor(x):  # private: there is no public way to tell
-            return "what a transform of torch.func computes with"
     return None
 
 

@@ -107,7 +107,7 @@ def _computes_otherwise(there: Any) -> bool:
         return False
     kind = there.python_type()
     own = {name for cls in kind.__mro__ if cls.__flags__ & _HEAP_TYPE for name in cls.__dict__}
-    plain = next(base for base in (int, float, str) if issubclass(kind, base))
+    plain = next((base for base in (int, float, str) if issubclass(kind, base)), object)
     return not own.intersection(dir(plain)) <= _MAKING
 
 

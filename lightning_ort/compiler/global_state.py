@@ -46,12 +46,10 @@ def closing_dual_level() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        try:
-            level = torch._C._enter_dual_level()
-        except RuntimeError:
-            level = 0
-        if forward_ad._current_level < 0:  # it is not the user's
-            torch._C._exit_dual_level(level=level)
+        if not has_tangents():  # no level is the user's
+            with contextlib.suppress(RuntimeError):  # it is open
+                torch._C._enter_dual_level()
+            torch._C._exit_dual_level(level=0)
         raise
 
 
