@@ -152,6 +152,16 @@ INDEXING = [
         one(6),
     ),
     Case("where_broadcast", lambda x, w: torch.where(x[:, :1] > 0, w, x), lambda b: (randn(b, 4), randn(4))),
+    Case(  # nothing but the expanded mask has the result's shape
+        "where_mask_repeated",
+        lambda x: (torch.where((x[:1] > 0).expand(x.shape[0], 6), torch.tensor(0.5), -1.0) * x[:1]).sum(0),
+        one(6),
+    ),
+    Case(
+        "where_all_repeated",
+        lambda x: torch.where(*(v.expand(x.shape[0], 6) for v in (x[:1] > 0, x[:1] * 2, x[0, 0]))) * x[:1],
+        one(6),
+    ),
     Case("topk", lambda x: x.topk(3, -1), one(6, 8)),
     Case("topk_smallest", lambda x: x.topk(2, 1, largest=False), one(6, 8)),
     Case("topk_batch", lambda x: x.topk(2, 0), one(6)),

@@ -16,6 +16,7 @@ from lightning_ort.compiler.lowering.elementwise import (
     common_dtype,
     computing_dtype,
     is_tensor,
+    is_whole,
     operands,
     ordered_dtype,
 )
@@ -203,14 +204,14 @@ def assert_metadata(g: GraphBuilder, node: fx.Node, *args: Any, **kwargs: Any) -
 def where(g: GraphBuilder, node: fx.Node, condition: fx.Node, a: Any, b: Any) -> ir.Value:
     """Where, or cheaper arithmetic for a mask that is repeated, as an attention mask is for each head."""
     out = dtype_of(node)
-    is_whole = condition not in g.compact and same_shape(shape_of(condition), shape_of(node))
-    if out in (torch.float32, torch.float64) and not is_whole and rank_of(node):
+    if out in (torch.float32, torch.float64) and not is_whole(g, node, condition) and rank_of(node):
         for number, kept, chooses_number in ((_number(a), b, True), (_number(b), a, False)):
             if number is not None and _brings_shape(node, kept) and is_finite(kept) and not _is_softmax(kept):
                 return _with_number(g, node, condition, kept, number, chooses_number)
     dtype = torch.int32 if out in (torch.int8, torch.int16, torch.bool) else out
     _, *chosen = operands(g, node, dtype, condition, a, b)
-    return g.cast(g.op("Where", _condition(g, node, condition), *chosen), dtype, out)
+    mask = _condition(g, condition) if is_whole(g, node, a, b) else g.operand(condition, torch.bool)
+    return g.cast(g.op("Where", mask, *chosen), dtype, out)
 
 
 @lowers(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
@@ -218,7 +219,8 @@ def masked_fill(g: GraphBuilder, node: fx.Node, x: fx.Node, mask: fx.Node, value
     return where(g, node, mask, value, x)
 
 
-def _condition(g: GraphBuilder, node: fx.Node, condition: fx.Node) -> ir.Value:
+def _condition(g: GraphBuilder, condition: fx.Node) -> ir.Value:
+    """``condition`` as ONNX takes it, of the size that it repeats."""
     return g.cast(g.compact.get(condition, g.value(condition)), dtype_of(condition), torch.bool)
 
 
@@ -250,7 +252,7 @@ def _with_number(
 
     The condition becomes factors or bounds of its own size; half a choice's time for 8 x 12 x 128 x 128 scores.
     """
-    dtype, value, mask = dtype_of(node), g.value(kept), _condition(g, node, condition)
+    dtype, value, mask = dtype_of(node), g.value(kept), _condition(g, condition)
     if number == 0:
         keeps = g.op("Not", mask) if chooses_number else mask
         return g.op("Mul", value, g.cast(keeps, torch.bool, dtype))

@@ -77,11 +77,16 @@ def is_tensor(arg: Any) -> bool:
 
 def operands(g: GraphBuilder, node: fx.Node, dtype: torch.dtype, *args: Any) -> list[ir.Value]:
     """``args`` of an element-wise call as ONNX values of ``dtype``, not expanded where another has the full shape."""
-    whole = [a for a in args if is_tensor(a) and a not in g.compact and same_shape(shape_of(a), shape_of(node))]
+    whole = is_whole(g, node, *args)
     return [
         g.cast(g.compact[a], dtype_of(a), dtype) if whole and is_tensor(a) and a in g.compact else g.operand(a, dtype)
         for a in args
     ]
+
+
+def is_whole(g: GraphBuilder, node: fx.Node, *args: Any) -> bool:
+    """Whether one of ``args`` has the shape of ``node`` in ONNX as well, so that the others need not be expanded."""
+    return any(is_tensor(a) and a not in g.compact and same_shape(shape_of(a), shape_of(node)) for a in args)
 
 
 def _binary(op_type: str) -> Any:
