@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import linecache
 import re
 import types
@@ -123,13 +124,22 @@ def behind(frames: Frames, then: types.TracebackType | None = None) -> types.Tra
     """A traceback through frames that do not exist, which goes on with ``then``."""
     traceback = then
     for file, line, function in reversed(frames):
-        code = compile("raise ValueError", file, "exec").replace(co_name=function)
         try:
-            exec(code, {})
+            exec(compile(_raising_in(line), file, "exec").replace(co_name=function), {})
         except ValueError as error:
             raised = cast(types.TracebackType, error.__traceback__)
         while raised.tb_next is not None:
             raised = raised.tb_next
-        # an instruction of -1 has no columns to be marked
-        traceback = types.TracebackType(traceback, raised.tb_frame, -1, line)
+        # notebooks look at the instruction: it has to be one of the code's
+        traceback = types.TracebackType(traceback, raised.tb_frame, raised.tb_lasti, line)
     return traceback
+
+
+def _raising_in(line: int) -> ast.Module:
+    """A statement that raises in ``line``, without columns to be marked there."""
+    tree = ast.parse("raise ValueError")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.stmt | ast.expr):
+            node.lineno = node.end_lineno = line
+            node.col_offset = node.end_col_offset = -1
+    return tree

@@ -166,8 +166,8 @@ class LogRecorder:
 
     @_never_compiled_alone
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Collect."""
-        if self._can_be_logged(name, value, kwargs) and self._are_right(args, kwargs):
+        """Collect; at once what Lightning's ``log_dict`` logs while what came before is handed on."""
+        if self._collecting and self._can_be_logged(name, value, kwargs) and self._are_right(args, kwargs):
             place = f"{self._token} log {name}"
             comptime(_note_place, _note_place_uncompiled)
             self._calls.append(("log", name, _snapshot(value), args, kwargs, place))

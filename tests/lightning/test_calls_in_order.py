@@ -66,6 +66,28 @@ def test_a_module_that_logs_in_its_own_way():
     assert set(other.trainer.callback_metrics) == {"first/loss", "second/loss"}
 
 
+class LogsTwice(Step):
+    """Logs several at once, then one of their names again, and then asks a metric."""
+
+    def __init__(self):
+        super().__init__()
+        self.sums = SumMetric()
+
+    def training_step(self, batch, index):
+        loss = self.loss(batch)
+        self.log_dict({"last": 2 * loss, "other": -loss})
+        self.log("last", loss)
+        self.log_dict({"a": self.sums(batch[1].sum()), "b": loss})
+        return loss
+
+
+def test_several_values_are_logged_before_what_is_logged_after_them():
+    eager, other = assert_fit_parity(LogsTwice, curve, max_steps=4)
+    found = other.trainer.callback_metrics
+    assert [*found] == [*eager.trainer.callback_metrics] == ["last", "other", "a", "b"]
+    torch.testing.assert_close(found["last"], -found["other"])
+
+
 class Gram(Metric):
     """Computes in the precision of its surroundings."""
 

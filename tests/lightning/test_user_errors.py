@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import traceback
+import types
+from collections.abc import Iterator
 
 import mistakes
 import pytest
@@ -44,11 +46,24 @@ def users_line(error: BaseException) -> tuple[int, str]:
     return frames[-1].lineno, frames[-1].line
 
 
+def assert_is_readable(error: BaseException) -> None:
+    """Each frame is at an instruction of its code: IPython searches for it without end where it is at another."""
+    for frame in iter_frames(error.__traceback__):
+        assert 0 <= frame.tb_lasti < len(frame.tb_frame.f_code.co_code)
+
+
+def iter_frames(frame: types.TracebackType | None) -> Iterator[types.TracebackType]:
+    while frame is not None:
+        yield frame
+        frame = frame.tb_next
+
+
 def assert_like_eager(eager: Exception, other: Exception) -> None:
     assert type(other) is type(eager)
     assert str(other).partition(" grad_fn=")[0] == str(eager).partition(" grad_fn=")[0]
     assert users_line(other) == users_line(eager)
     assert type(other.__cause__) is type(eager.__cause__)
+    assert_is_readable(other)
     # as long as eager's, but for the few frames of the strategy and of Dynamo's
     shown, expected = (len(traceback.format_exception(e)) for e in (other, eager))
     assert shown <= expected + 16, "".join(traceback.format_exception(other))
