@@ -139,6 +139,8 @@ def find_mismatch(
     names: Mapping[str, Mapping[int, str]],
     referee: Referee,
     half: Collection[torch.dtype] = (),
+    *,
+    exact: bool = False,
 ) -> Mismatch | None:
     """What in ``got`` (ONNX Runtime) is not as in ``wanted`` (torch), unless rounding explains it.
 
@@ -152,6 +154,7 @@ def find_mismatch(
         names: per kind (``outputs``, ``gradients``, ``updates``) the users' names of the numbers.
         referee: called only if something is not close.
         half: 16-bit types that values are rounded to on the way, whatever the type of the results.
+        exact: nothing is rounded on the way, so that integers and truth values are the same or wrong.
     """
     coarsest = max((STEP[dtype] for dtype in half), default=0.0)
     suspects: list[_Suspect] = []
@@ -167,13 +170,8 @@ def find_mismatch(
                 return Mismatch(f"ONNX Runtime gives no {name}; torch does", certain=True)
             tolerance = max(STEP.get(reference.dtype, 0.0), coarsest)
             allowed = tolerance * (largest(reference) + _GROUP_SHARE * scale)
-            problem = difference(
-                ours[number],
-                reference,
-                allowed=allowed,
-                # two candidates that are equal may be told apart otherwise
-                wrong=int(_TIES * reference.numel()) if reference.numel() > 1 / _TIES else reference.numel() > 1,
-            )
+            wrong = 0 if exact else _ties(reference)
+            problem = difference(ours[number], reference, allowed=allowed, wrong=wrong)
             if problem is None:
                 continue
             text = f"{name} differs between ONNX Runtime and torch: {problem}"
@@ -191,6 +189,11 @@ def find_mismatch(
         if not suspects:
             return None
     return Mismatch(suspects[0].text, certain=False) if suspects else None
+
+
+def _ties(reference: torch.Tensor) -> int:
+    """How many entries may be others: two candidates that are equal may be told apart otherwise."""
+    return int(_TIES * reference.numel()) if reference.numel() > 1 / _TIES else reference.numel() > 1
 
 
 def _only_spreads(got: torch.Tensor, wanted: torch.Tensor, beside: Collection[torch.Tensor], allowed: float) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
 
 from lightning_ort.compiler.dynamo_words import name_of_source
@@ -53,6 +54,7 @@ class FirstRun:
         self.changed: Collection[int] = ()
         self._graph, self._wanted, self._device, self._global_state = graph, wanted, device, global_state
         self._names = _names(graph)
+        self._exact = not any(map(_is_rounded, graph.graph.nodes))
         self._done: weakref.WeakSet[Executable] = weakref.WeakSet()
         self._overflows: weakref.WeakSet[Executable] = weakref.WeakSet()
         self._doubts = Doubts(_ADVICE)
@@ -135,7 +137,8 @@ class FirstRun:
             {i: results[p] for i, p in executable.updates},
         )
         referee = _Referee(self, args, incoming, start, scale)
-        return find_mismatch(got, dataclasses.replace(reference, outputs=given), self._names, referee, executable.half)
+        wanted = dataclasses.replace(reference, outputs=given)
+        return find_mismatch(got, wanted, self._names, referee, executable.half, exact=self._exact)
 
     # a gradient asked for between two regions arrives while Dynamo watches, which must not compile the graph again
     @torch.compiler.disable
@@ -259,6 +262,12 @@ def _write(executable: Executable, args: Sequence[Any], source: Results, results
             results[p].copy_(source.gradients[i])
         else:
             results[p].zero_()
+
+
+def _is_rounded(node: fx.Node) -> bool:
+    """Whether there may be numbers in ``node`` that are not whole."""
+    values = pytree.tree_leaves(node.meta.get("example_value"))
+    return any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
 
 
 def _names(graph: fx.GraphModule) -> dict[str, dict[int, str]]:

@@ -232,11 +232,18 @@ def _has_gradient(x: torch.Tensor) -> bool:
 
 
 def _leads_nowhere(x: torch.Tensor) -> bool:
-    """Whether it is a view made while gradients were off, which says all the same that it requires one."""
+    """Whether it is a view made while gradients were off, which says all the same that it requires one.
+
+    Raises:
+        Untraceable: that cannot be told.
+    """
     try:
         return x._is_view() and x.grad_fn is None
-    except RuntimeError:  # its base has been changed since, by what it does not follow
-        return True
+    except (RuntimeError, ValueError):
+        raise Untraceable(
+            "it changes the shape of a tensor in place, and gives a view that was made before: the derivative of that "
+            "view is not to be had any more"
+        ) from None
 
 
 def _fills_memory(x: torch.Tensor) -> bool:

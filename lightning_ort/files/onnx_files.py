@@ -66,7 +66,7 @@ def read_onnx_checked(path: str | os.PathLike[str]) -> tuple[onnx.ModelProto, in
 
 
 def check_model(proto: onnx.ModelProto) -> None:
-    """Refuse a model whose tensors are not of the sizes that they claim, or which has two values of one name.
+    """Refuse a model whose tensors are not of the sizes that they claim, or in which a name stands for two values or none.
 
     Raises:
         DamagedFileError: with the name of the tensor or node.
@@ -80,9 +80,34 @@ def check_model(proto: onnx.ModelProto) -> None:
             seen: set[str] = set()
             twice = next(n for n in names if n in seen or seen.add(n))  # type: ignore[func-returns-value]
             raise DamagedFileError(f"two of its values have the name {twice!r}")
+    _check_names(proto.graph)
     for tensor in _tensors(proto):
         if tensor.data_location != TensorProto.EXTERNAL:
             _check_tensor(tensor)
+
+
+def _check_names(main: onnx.GraphProto) -> None:
+    """
+    Raises:
+        DamagedFileError: a node reads what nothing gives, or nothing gives an output.
+    """
+    graphs = [*_graphs(main)]
+    given = {""}
+    for graph in graphs:
+        given.update(v.name for v in (*graph.input, *graph.initializer))
+        given.update(v.values.name for v in graph.sparse_initializer)
+        given.update(name for node in graph.node for name in node.output)
+    for graph in graphs:
+        for node in graph.node:
+            for name in node.input:
+                if name not in given:
+                    raise DamagedFileError(
+                        f"{node.op_type} (node {node.name or node.output[0]!r}) reads {name!r}, which is no input, no "
+                        "initializer and no result of another node"
+                    )
+        for output in graph.output:
+            if output.name not in given:
+                raise DamagedFileError(f"nothing in it gives its output {output.name!r}")
 
 
 def check_count(proto: onnx.ModelProto) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 import onnx
@@ -313,21 +314,63 @@ def _means_the_same(function: onnx.FunctionProto, opset: int) -> bool:
 def parsed(model: Model) -> onnx.ModelProto:
     """``model`` as it is, whatever its operators; a ModelProto that was passed in is returned itself.
 
+    Where nodes come before those that they read from, which ONNX forbids and ONNX Runtime takes, it is a sorted copy.
+
     Raises:
         FileNotFoundError, ValueError: no such file, or no ONNX model.
     """
     if isinstance(model, onnx.ModelProto):
         with using(name_of(model)):
             check_model(model)
-        return model
+            return _sorted(model)
     if not isinstance(model, (bytes, bytearray, str, os.PathLike)):
         raise TypeError(f"model is a {type(model).__name__}; expected onnx.ModelProto, bytes or a path")
     if not isinstance(model, (bytes, bytearray)):
-        return read_onnx(path("model", model))
+        found = read_onnx(path("model", model))
+        with using(name_of(model)):
+            return _sorted(found)
     with refusing(name_of(model), "no ONNX model, or a truncated one"):
         proto = onnx.load_model_from_string(bytes(model))
         check_model(proto)
-    return proto
+        return _sorted(proto)
+
+
+def _sorted(proto: onnx.ModelProto) -> onnx.ModelProto:
+    if all(_is_sorted(graph) for graph in (proto.graph, *subgraphs(proto.graph))):
+        return proto
+    found = onnx.ModelProto()
+    found.CopyFrom(proto)
+    for graph in reversed([found.graph, *subgraphs(found.graph)]):  # innermost first: nodes are copied
+        _sort(graph)
+    return found
+
+
+def _is_sorted(graph: onnx.GraphProto) -> bool:
+    to_come = {name for node in graph.node for name in node.output}
+    for node in graph.node:
+        if not to_come.isdisjoint(names_read_by(node)):
+            return False
+        to_come.difference_update(node.output)
+    return True
+
+
+def _sort(graph: onnx.GraphProto) -> None:
+    """
+    Raises:
+        ValueError: nodes read each other's results.
+    """
+    producers = {name: i for i, node in enumerate(graph.node) for name in node.output if name}
+    reads = {
+        i: {producers[name] for name in names_read_by(node) if name in producers} for i, node in enumerate(graph.node)
+    }
+    try:
+        order = [*TopologicalSorter(reads).static_order()]
+    except CycleError as error:
+        names = ", ".join(label_of(graph.node[i]) for i in dict.fromkeys(error.args[1]))
+        raise ValueError(f"its nodes read each other's results: {names}") from None
+    nodes = [onnx.NodeProto.FromString(graph.node[i].SerializeToString()) for i in order]
+    del graph.node[:]
+    graph.node.extend(nodes)
 
 
 def name_of(model: Model) -> str:

@@ -21,6 +21,10 @@ def _number(name: str, value: Any, **bounds: Any) -> float:
     return number(f"Optimizer: {name}", single(value), **bounds)
 
 
+_EPS = {"Lamb": 1e-6}
+"""Defaults of ``eps`` that are not Adam's: those of :class:`~lightning_ort.optim.Lamb` and of ORTTrainer."""
+
+
 @dataclasses.dataclass(frozen=True)
 class OptimizerSettings:
     """An optimizer, for one parameter, a group of them, or all.
@@ -32,7 +36,7 @@ class OptimizerSettings:
         kind: one of ``"AdamW"`` (decay of the weight), ``"Adam"`` (decay in the gradient), ``"SGD"``, ``"Lamb"``.
         lr: learning rate of the first update.
         betas: of the two moments (not for SGD).
-        eps: added to the root of the second moment.
+        eps: added to the root of the second moment; by default 1e-8, of LAMB 1e-6.
         weight_decay: for AdamW and LAMB times the weight, for Adam and SGD added to the gradient times the weight.
         bias_correction: correct the moments for having started at zero.
         decay: AdamW takes the decay from the weight ``"before"`` the update, as torch does, or ``"after"`` it, as
@@ -52,7 +56,7 @@ class OptimizerSettings:
     kind: Kind = "AdamW"
     lr: float = 0.001
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
+    eps: float = None  # type: ignore[assignment]  # the kind's, until it has been looked at
     weight_decay: float = 0.0
     bias_correction: bool = True
     decay: Literal["before", "after"] = "before"
@@ -65,6 +69,9 @@ class OptimizerSettings:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"The optimizer is {shown(self.kind)}; expected one of {', '.join(KINDS)}.")
+        usual_eps = _EPS.get(self.kind, 1e-8)
+        if self.eps is None:
+            object.__setattr__(self, "eps", usual_eps)
         try:
             betas: tuple[Any, ...] = tuple(self.betas)
         except TypeError:
@@ -102,7 +109,7 @@ class OptimizerSettings:
             "ratio_max": ("Lamb",),
         }
         for field in dataclasses.fields(self):
-            given = getattr(self, field.name) != field.default
+            given = getattr(self, field.name) != (usual_eps if field.name == "eps" else field.default)
             if given and self.kind not in foreign.get(field.name, KINDS):
                 wrong.append((True, f"{field.name}={getattr(self, field.name)!r}: {self.kind} has no such setting"))
         for found, message in wrong:

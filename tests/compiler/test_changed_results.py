@@ -551,3 +551,35 @@ def test_a_view_made_without_gradients_takes_none_away(step, placement):
         loss.backward()
         found.append((loss.detach(), x.grad))
     torch.testing.assert_close(found[1], found[0])
+
+
+def stretched(x):
+    whole = x * 2
+    view = whole.expand(3, 5)
+    whole.transpose_(0, -1)
+    return view, (x * 3).sum()
+
+
+def folded(x):
+    whole = x * 2
+    view = whole.reshape(5, 3)
+    whole.transpose_(0, -1)
+    return view, (x * 3).sum()
+
+
+def grown(x):
+    whole = x * 2
+    view = whole.expand(3, 5)
+    whole.unsqueeze_(0)
+    return view, whole.sum()
+
+
+@pytest.mark.parametrize("step", [stretched, folded, grown])
+def test_gradients_of_views_whose_tensor_takes_another_shape_afterwards(step):
+    found = []
+    for function in (step, torch.compile(step, backend=ORTBackend())):
+        x = torch.arange(15.0, dtype=torch.float64).view(3, 5).requires_grad_()
+        view, total = function(x)
+        ((view * view.detach()).sum() + total).backward()
+        found.append((view.detach(), x.grad))
+    torch.testing.assert_close(found[1], found[0])

@@ -225,6 +225,39 @@ def test_integer_types(dtype: torch.dtype) -> None:
     check(Case(str(dtype), computed, inputs, gradients=False))
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16])
+def test_numbers_beyond_small_integers_wrap(dtype: torch.dtype) -> None:
+    def computed(x: Tensor, n: Tensor) -> list[Tensor]:
+        compared = [x > -1, x < -1, x > 300, x <= 65543, x == 256 + 3, x > n, x != n]
+        return [
+            *compared,
+            torch.maximum(x, n),
+            torch.minimum(x, n),
+            x // 300,
+            x % 300,
+            x % 261,
+            torch.fmod(x, 261),
+            x // n,
+        ]
+
+    check(Case(str(dtype), computed, lambda b: [randint(0, 120, (b, 3)).to(dtype), torch.tensor(300)], gradients=False))
+
+
+def test_a_fraction_among_truth_values_is_true() -> None:
+    def computed(x: Tensor, n: Tensor) -> list[Tensor]:
+        y = torch.zeros_like(x)
+        return [x.masked_fill(x, 0.5), y.masked_fill(x, n), F.pad(x, (1, 1), value=0.5), y.copy_(0.5), y.copy_(n)]
+
+    check(Case("fractions", computed, lambda b: [randn(b, 3) > 0, torch.tensor(0.25)], gradients=False))
+
+
+def test_numbers_are_copied_into_tensors() -> None:
+    def computed(x: Tensor) -> list[Tensor]:
+        return [x * torch.zeros(4).copy_(2), x.clone().copy_(0.5) * x, torch.zeros_like(x, dtype=torch.int64).copy_(7)]
+
+    check(Case("numbers", computed, lambda b: [randn(b, 4)]))
+
+
 @pytest.mark.parametrize("source", [torch.float32, torch.float64, torch.int8, torch.uint8, torch.int64, torch.bool])
 def test_conversions(source: torch.dtype) -> None:
     targets = [

@@ -17,6 +17,7 @@ from torch import fx, nn
 
 from lightning_ort import MismatchError, verification
 from lightning_ort.compiler import ORTBackend, compilation, first_run, rounding
+from lightning_ort.compiler.lowering.registry import LOWERINGS
 from lightning_ort.compiler.plan import Plan
 from lightning_ort.compiler.rounding import RoundingNoise
 from lightning_ort.verification import Results, find_mismatch, has_nan, varied
@@ -383,3 +384,17 @@ def test_noise_of_a_mean_is_shared(name, dtype):
         sums = (centred.detach().view(4, 3, 2, 24, 24) if name == "group" else centred.detach()).sum(dims)
         # the root of the count times the noise of an entry would be below the first
         assert 0.3 * count * eps < sums.abs().max() < 300 * count * eps
+
+
+@pytest.mark.parametrize(("size", "off"), [(1, 1), (8, 1), (1000, 9)])
+def test_where_nothing_is_rounded_no_entry_may_be_another(monkeypatch, size, off):
+    """Among numbers that are, some may: two candidates that are equal but for rounding."""
+
+    def wrong(g, node, x):
+        return g.op("Xor", g.op("Not", g.value(x)), g.constant([i < off for i in range(size)], torch.bool))
+
+    monkeypatch.setitem(LOWERINGS, torch.ops.aten.logical_not.default, wrong)
+    options = {"placement": "onnxruntime"}
+    step = torch.compile(lambda x: x.logical_not(), backend="lightning_ort", options=options)
+    with pytest.raises(MismatchError, match=f"{off} of {size} entries"):
+        step(torch.zeros(size, dtype=torch.bool))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
+import lightning_ort.optim
 from lightning_ort.ondevice.optimizer_config import OptimizerConfig
 from lightning_ort.optim.update import Update
 from lightning_ort.runtime.factory import SessionFactory
@@ -53,6 +56,17 @@ def test_updates_are_those_of_torch(name):
         update.run(gradients, scale=4.0)
     for got, expected in zip(params, twins, strict=True):
         torch.testing.assert_close(got, expected.detach(), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "optimizer"),
+    [("AdamW", torch.optim.AdamW), ("Adam", torch.optim.Adam), ("Lamb", lightning_ort.optim.Lamb)],
+)
+def test_what_nobody_sets_is_what_it_is_in_torch(kind, optimizer):
+    defaults = optimizer([torch.nn.Parameter(torch.ones(1))]).defaults
+    config = OptimizerConfig(kind)
+    assert (config.lr, config.betas, config.eps) == (defaults["lr"], defaults["betas"], defaults["eps"])
+    assert OptimizerConfig(**dataclasses.asdict(config)) == config
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,8 @@ def test_edited_and_other_files_are_refused(tmp_path):
         read_optimizer(path, 2)
     with pytest.raises(UnsupportedError, match=r"training_model.onnx': node '.*' \(Mul\) is not supported"):
         read_optimizer(tmp_path / "training_model.onnx", 2)
-    empty = helper.make_model(helper.make_graph([], "g", [], [helper.make_tensor_value_info("y", 1, [1])]))
+    y = helper.make_tensor("y", 1, [1], [0.0])
+    empty = helper.make_model(helper.make_graph([], "g", [], [helper.make_tensor_value_info("y", 1, [1])], [y]))
     onnx.save(empty, path)
     with pytest.raises(ValueError, match="it has 0 optimizers, expected one"):
         read_optimizer(path, 2)

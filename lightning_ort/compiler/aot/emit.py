@@ -64,7 +64,7 @@ def written(joint: Joint, proto: onnx.ModelProto, fed: Collection[str] = ()) -> 
         tensor = joint.tensors.get(str(value.name))
         if tensor is not None and value.name not in fed:
             model.graph.inputs.remove(value)
-            value.const_value = ir.Tensor(tensor.detach().contiguous().numpy(), name=value.name)
+            value.const_value = ir.tensor(tensor.detach().contiguous(), name=value.name)
             model.graph.register_initializer(value)
     _restore_inputs(model, proto)
     _pass_through(model, joint)

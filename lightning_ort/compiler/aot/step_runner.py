@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
+import onnxruntime
 import torch
 from numpy import ndarray
 from torch import Tensor
@@ -82,6 +83,9 @@ class StepRunner:
 
         Args:
             inputs: in the order of ``graph.inputs``, checked.
+
+        Raises:
+            ValueError: one of them has no entries, and kernels of this ONNX Runtime would end the process.
         """
         shapes = tuple([x.shape for x in inputs])
         if shapes not in self._plans:
@@ -148,6 +152,11 @@ class StepRunner:
     def _plan(self, inputs: Sequence[Tensor]) -> _Plan | None:
         sizes: dict[str, int] = {}
         for info, x in zip(self.graph.inputs, inputs, strict=True):
+            if not x.numel() and has_training_kernels():  # which divide by the number of labels
+                raise ValueError(
+                    f"Input {info.name!r} has no entries, its shape is {tuple(x.shape)}: onnxruntime-training "
+                    f"{onnxruntime.__version__} cannot run a step on that. Leave the batch out. Nothing was changed."
+                )
             sizes |= {s: n for s, n in zip(info.shape, x.shape, strict=True) if isinstance(s, str)}
         results: list[Tensor] = []
         declared = dict(self._outputs)

@@ -56,7 +56,8 @@ class ORTExecutable(Executable):
         self._kept = {} if self._sessions.is_watched else kept_buffers(others, device)
         into_inputs = {p for _, p in self.updates} - {*self.outputs, *self.extra}
         self._given_out = [i for i in self._kept if i not in into_inputs]  # the others are copied from by the region
-        self._allocate = allocator([n for i, n in enumerate(others) if i not in self._kept], sizes, device)
+        given_out = {others[p] for p in self.outputs if p is not None and p < len(others)}
+        self._allocate = allocator([n for i, n in enumerate(others) if i not in self._kept], sizes, device, given_out)
         self._allocate_gradients = pooled_allocator(own, device) or allocator(own, sizes, device)
         self.plan = build_plan(traced.module, results.inputs, results.all, self._sessions)
         # a result is never an input itself, but a copy

@@ -29,9 +29,9 @@ aten = torch.ops.aten
 
 def _comparison(op_type: str, negate: bool = False) -> Any:
     def lower(g: GraphBuilder, node: fx.Node, a: Any, b: Any) -> ir.Value:
-        dtype = common_dtype(a, b)
-        dtype = computing_dtype(dtype) if op_type == "Equal" else ordered_dtype(dtype)
-        result = g.op(op_type, *operands(g, node, dtype, a, b))
+        common = common_dtype(a, b)
+        dtype = computing_dtype(common) if op_type == "Equal" else ordered_dtype(common)
+        result = g.op(op_type, *operands(g, node, dtype, a, b, through=common))
         return g.op("Not", result) if negate else result
 
     return lower
@@ -209,7 +209,7 @@ def where(g: GraphBuilder, node: fx.Node, condition: fx.Node, a: Any, b: Any) ->
             if number is not None and _brings_shape(node, kept) and is_finite(kept) and not _is_softmax(kept):
                 return _with_number(g, node, condition, kept, number, chooses_number)
     dtype = torch.int32 if out in (torch.int8, torch.int16, torch.bool) else out
-    _, *chosen = operands(g, node, dtype, condition, a, b)
+    _, *chosen = operands(g, node, dtype, condition, a, b, through=out)
     mask = _condition(g, condition) if is_whole(g, node, a, b) else g.operand(condition, torch.bool)
     return g.cast(g.op("Where", mask, *chosen), dtype, out)
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import torch
 from torch import fx
@@ -15,6 +16,7 @@ from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, shap
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
 from lightning_ort.compiler.lowering.shapes import is_empty, same_shape
 from lightning_ort.runtime.providers.cpu import gives
+from lightning_ort.runtime.tensors import NUMPY
 
 aten = torch.ops.aten
 
@@ -75,13 +77,35 @@ def is_tensor(arg: Any) -> bool:
     return isinstance(arg, fx.Node) and isinstance(arg.meta["val"], torch.Tensor)
 
 
-def operands(g: GraphBuilder, node: fx.Node, dtype: torch.dtype, *args: Any) -> list[ir.Value]:
-    """``args`` of an element-wise call as ONNX values of ``dtype``, not expanded where another has the full shape."""
-    whole = is_whole(g, node, *args)
+def operands(
+    g: GraphBuilder, node: fx.Node, dtype: torch.dtype, *args: Any, through: torch.dtype | None = None
+) -> list[ir.Value]:
+    """``args`` of an element-wise call as ONNX values of ``dtype``, not expanded where another has the full shape.
+
+    Args:
+        g: where they are written.
+        node: the call.
+        dtype: the type to compute in.
+        args: nodes and numbers.
+        through: torch's type for them, where ``dtype`` holds more: what does not fit wraps, and fractions are true.
+    """
+    whole, type_ = is_whole(g, node, *args), dtype if through is None else through
     return [
-        g.cast(g.compact[a], dtype_of(a), dtype) if whole and is_tensor(a) and a in g.compact else g.operand(a, dtype)
+        g.cast(
+            g.cast(g.compact[a], dtype_of(a), type_)
+            if whole and is_tensor(a) and a in g.compact
+            else g.operand(a, type_),
+            type_,
+            dtype,
+        )
         for a in args
     ]
+
+
+def wrapped(number: Any, dtype: torch.dtype) -> Any:
+    """``number`` as torch takes it beside tensors of ``dtype``, if it is a number."""
+    is_one = dtype in SMALL_INTEGERS and isinstance(number, int)
+    return int(np.asarray(number).astype(NUMPY[dtype])) if is_one else number
 
 
 def is_whole(g: GraphBuilder, node: fx.Node, *args: Any) -> bool:
@@ -155,8 +179,8 @@ def div_mode(g: GraphBuilder, node: fx.Node, a: Any, b: Any, rounding_mode: str 
 
         return elementwise(g, node, dtype, write, a, b)
     wide = computing_dtype(dtype)
-    x, y = operands(g, node, wide, a, b)
-    x, y = _division(g, x, y, b, wide)
+    x, y = operands(g, node, wide, a, b, through=dtype)
+    x, y = _division(g, x, y, wrapped(b, dtype), wide)
     if rounding_mode == "floor":
         x = g.op("Sub", x, g.op("Mod", x, y))
     return g.cast(g.op("Div", x, y), wide, dtype)
@@ -187,19 +211,20 @@ def floor_divide(g: GraphBuilder, node: fx.Node, a: Any, b: Any) -> ir.Value:
 @lowers(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor)
 def remainder(g: GraphBuilder, node: fx.Node, a: Any, b: Any) -> ir.Value:
     dtype = computing_dtype(dtype_of(node))
-    x, y = operands(g, node, dtype, a, b)
+    x, y = operands(g, node, dtype, a, b, through=dtype_of(node))
     if dtype.is_floating_point:
         rest, moves = _rest(g, x, y, g.constant(0, dtype))
         return g.op("Where", moves, g.op("Add", rest, y), rest)
-    return g.cast(g.op("Mod", *_division(g, x, y, b, dtype)), dtype, dtype_of(node))
+    divisor = wrapped(b, dtype_of(node))
+    return g.cast(g.op("Mod", *_division(g, x, y, divisor, dtype)), dtype, dtype_of(node))
 
 
 @lowers(aten.fmod.Tensor, aten.fmod.Scalar)
 def fmod(g: GraphBuilder, node: fx.Node, a: Any, b: Any) -> ir.Value:
     dtype = computing_dtype(dtype_of(node))
-    x, y = operands(g, node, dtype, a, b)
+    x, y = operands(g, node, dtype, a, b, through=dtype_of(node))
     if not dtype.is_floating_point:
-        x, y = _division(g, x, y, b, dtype)
+        x, y = _division(g, x, y, wrapped(b, dtype_of(node)), dtype)
     return g.cast(g.op("Mod", x, y, fmod=1), dtype, dtype_of(node))
 
 
@@ -282,7 +307,7 @@ def _extremum(op_type: str, *, ignores_nan: bool = False) -> Any:
     def lower(g: GraphBuilder, node: fx.Node, a: Any, b: Any) -> ir.Value:
         out = dtype_of(node)
         dtype = ordered_dtype(out)
-        x, y = operands(g, node, dtype, a, b)
+        x, y = operands(g, node, dtype, a, b, through=out)
         if ignores_nan and dtype.is_floating_point:
             x, y = g.op("Where", g.op("IsNaN", x), y, x), g.op("Where", g.op("IsNaN", y), x, y)
         return g.cast(g.op(op_type, x, y), dtype, out)

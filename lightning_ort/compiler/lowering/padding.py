@@ -26,7 +26,8 @@ def _padded(g: GraphBuilder, x: fx.Node, value: ir.Value, pad: Sequence[Any], mo
 def constant_pad(g: GraphBuilder, node: fx.Node, x: fx.Node, pad: Sequence[Any], value: Any = 0) -> ir.Value:
     out = dtype_of(node)
     dtype = torch.int32 if out == torch.bool else computing_dtype(out)
-    return g.cast(_padded(g, x, g.operand(x, dtype), pad, "constant", g.operand(value, dtype)), dtype, out)
+    fill = g.cast(g.operand(value, out), out, dtype)
+    return g.cast(_padded(g, x, g.operand(x, dtype), pad, "constant", fill), dtype, out)
 
 
 @lowers(aten.reflection_pad1d.default, aten.reflection_pad2d.default, aten.reflection_pad3d.default)

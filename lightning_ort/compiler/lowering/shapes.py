@@ -108,10 +108,11 @@ def expand(g: GraphBuilder, node: fx.Node, x: fx.Node, size: Sequence[Any], *, i
 
 
 @lowers(aten.copy.default)
-def copy(g: GraphBuilder, node: fx.Node, x: fx.Node, src: fx.Node, non_blocking: bool = False) -> ir.Value:
-    """``src`` in the shape and type of ``x``, whose numbers do not matter."""
+def copy(g: GraphBuilder, node: fx.Node, x: fx.Node, src: Any, non_blocking: bool = False) -> ir.Value:
+    """``src``, which may be a number, in the shape and type of ``x``, whose numbers do not matter."""
     value = g.operand(src, dtype_of(node))
-    if same_shape(shape_of(src), shape_of(node)):
+    is_tensor = isinstance(src, fx.Node) and isinstance(src.meta["val"], torch.Tensor)
+    if is_tensor and same_shape(shape_of(src), shape_of(node)):
         return value
     return g.op("Expand", value, g.shape(x))
 

@@ -163,6 +163,11 @@ def onnx_source(
     all_infos = list(infos)
     if loss_fn is not None:
         name = target_name(loss_fn)
+        if any(name == info.name for info in infos):
+            raise ValueError(
+                f"The model has an input {name!r}, which is what the targets of the loss are called; give that input "
+                "another name."
+            )
         source = loss_inputs[0] if loss_inputs else module.output_names[0]
         all_infos.append(_target(proto, name, source, loss_fn))
     example = _example(inputs, all_infos)
