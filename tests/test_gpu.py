@@ -228,7 +228,7 @@ def test_no_false_alarm(monkeypatch, seed, measure):
     """Random networks, with other weights and batches at each step, are as in eager, and not left to torch."""
     found, fallbacks = [], []
     right = first_run.find_mismatch
-    monkeypatch.setattr(first_run, "find_mismatch", lambda *args: found.append(right(*args)) or found[-1])
+    monkeypatch.setattr(first_run, "find_mismatch", lambda *a, **k: found.append(right(*a, **k)) or found[-1])
     monkeypatch.setattr(first_run.FirstRun, "is_due", lambda self, executable: True)
     torch._dynamo.reset()
     problem = Problem(seed, "cuda")

@@ -259,8 +259,8 @@ class DynamoObserver(logging.Handler):
     }
     """likewise of graph breaks, which are in the report with the user's line, and of what it then does otherwise"""
 
-    _UNKNOWN = "Dynamo does not know how to trace the builtin"
-    """a warning about some of them, with a request to report them"""
+    _UNKNOWN = "Dynamo (does not know how to trace the builtin|detected a call to a `functools.lru_cache`)"
+    """warnings about some of them, with a request to report them, and about what torch itself keeps in a cache"""
 
     def __init__(
         self,

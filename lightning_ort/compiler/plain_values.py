@@ -200,9 +200,11 @@ def _marking(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _making_tensors(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Tensors of NumPy's numbers have their type, those of Python's the default one; buffers are Python's own."""
+    """Tensors of NumPy's numbers have their type, those of Python's the default one; buffers and seeds are Python's."""
 
     def method(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.value is torch.seed:  # another number at each call
+            leave_to_python("torch.seed")
         if self.value is _BUFFER:  # Dynamo makes a tensor, which no module would register
             leave_to_python("torch.nn.Buffer")
         if self.value in _TENSORS and "dtype" not in kwargs:

@@ -66,7 +66,7 @@ def read_onnx_checked(path: str | os.PathLike[str]) -> tuple[onnx.ModelProto, in
 
 
 def check_model(proto: onnx.ModelProto) -> None:
-    """Refuse a model whose tensors are not of the sizes that they claim, or in which a name stands for two values or none.
+    """Refuse a model whose tensors are not of the sizes that they claim, or with a name of two values or of none.
 
     Raises:
         DamagedFileError: with the name of the tensor or node.

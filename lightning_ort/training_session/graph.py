@@ -186,8 +186,8 @@ class TrainingGraph:
     ) -> dict[str, torch.Tensor]:
         """Outputs of a run beside torch's; where it is not known which are right, torch's, as are gradients then.
 
-        It is the last run to be compared if it could be, in full, and nothing was different. One without entries cannot:
-        a mean of nothing is NaN in torch, and 0 in ONNX Runtime.
+        It is the last run to be compared if it could be, in full, and nothing was different. One without entries
+        cannot: a mean of nothing is NaN in torch, and 0 in ONNX Runtime.
         """
         if not all(t.numel() for t in feed.values()):
             return self._run(feed)

@@ -36,7 +36,7 @@ def test_no_false_alarm(monkeypatch, seed):
     """Neither an error nor a doubt, after which the results would be torch's."""
     found = []
     right = first_run.find_mismatch
-    monkeypatch.setattr(first_run, "find_mismatch", lambda *args: found.append(right(*args)) or found[-1])
+    monkeypatch.setattr(first_run, "find_mismatch", lambda *a, **k: found.append(right(*a, **k)) or found[-1])
     monkeypatch.setattr(first_run.FirstRun, "is_due", lambda self, executable: True)
     problem = Problem(seed)
     step = torch.compile(problem.step, backend=ORTBackend())
@@ -112,9 +112,9 @@ def spoiled(monkeypatch, seed: int, how: str) -> tuple[float, bool] | None:
     effects = []
     compared, traced = first_run.find_mismatch, compilation.trace
 
-    def spy(got, wanted, *more):
+    def spy(got, wanted, *more, **options):
         effects.append(_effect(got, wanted))
-        return compared(got, wanted, *more)
+        return compared(got, wanted, *more, **options)
 
     done = []
 
@@ -196,7 +196,7 @@ def test_an_accident_takes_torchs_results(monkeypatch, pair):
     checked = len(runs)
     compiled(x)
     assert len(runs) == checked + 1
-    monkeypatch.setattr(first_run, "find_mismatch", lambda *args: pytest.fail("checked once more"))
+    monkeypatch.setattr(first_run, "find_mismatch", lambda *args, **options: pytest.fail("checked once more"))
     compiled(x)
 
 
@@ -251,7 +251,7 @@ def test_infinities_that_spread_are_not_judged(monkeypatch):
         for a, b in zip(got, wanted, strict=True):
             torch.testing.assert_close(a, b, equal_nan=True)
     assert got[1].isfinite().all()
-    monkeypatch.setattr(first_run, "find_mismatch", lambda *args: pytest.fail("checked once more"))
+    monkeypatch.setattr(first_run, "find_mismatch", lambda *args, **options: pytest.fail("checked once more"))
     compiled(x)
 
 

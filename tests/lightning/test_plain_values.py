@@ -342,6 +342,21 @@ def test_a_call_that_dynamo_cannot_look_into_is_no_warning():
     assert list(warnings.filters) == before
 
 
+def test_a_step_that_takes_a_new_seed_gives_it_to_the_generator():
+    taken, found = [], []
+
+    def reseeded(self, x, i):
+        taken.append(torch.seed())
+        loss = loss_of(self, x) * torch.rand(())
+        found.append(torch.initial_seed())
+        return loss
+
+    run, _ = trained(reseeded, ORTStrategy(placement="onnxruntime"))
+    assert len(set(taken)) == 6, "the seed of one step is that of another"
+    assert found == taken
+    assert not step_report(run.trainer, "training_step").in_torch
+
+
 @pytest.mark.parametrize("x", [torch.ones(3), torch.ones(()), torch.ones(3, dtype=torch.float64)], ids=str)
 def test_without_the_strategy_numbers_drawn_have_their_types(x):
     """Dynamo gives a float64 tensor to a graph that it has made for float32."""

@@ -11,13 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from lightning_ort.compiler.decompositions.registry import aten, composes, lies_as_read
+from lightning_ort.compiler.decompositions.registry import aten, composes, lies_as_read, lies_in_rows
 
 __all__: list[str] = []
 
 
 lies_as_read(aten.roll.default, when=lambda x, shifts, dims=(): bool(dims))
 lies_as_read(aten.max_unpool2d.default)
+lies_as_read(aten.native_batch_norm.default)
+lies_in_rows(
+    aten.cummax.default, aten.cummin.default, aten.cumprod.default, aten.logcumsumexp.default, aten.baddbmm.default,
+    aten._pad_circular.default,
+)  # fmt: skip
 
 
 @composes(aten.channel_shuffle.default, native=True)

@@ -138,7 +138,7 @@ def _adaptive_averages(x: Tensor, output_size: Sequence[Any], spatial: int) -> A
     return along_each(x, matrices)
 
 
-@composes(aten._adaptive_avg_pool2d.default)
+@composes(aten._adaptive_avg_pool2d.default, as_read=True)
 def adaptive_avg_pool2d(x: Tensor, output_size: Sequence[Any]) -> Any:
     return _adaptive_averages(x, output_size, 2)
 
@@ -179,7 +179,7 @@ def _adaptive_maxima(x: Tensor, output_size: Sequence[Any], spatial: int) -> Any
     return values, index
 
 
-@composes(aten.adaptive_max_pool2d.default)
+@composes(aten.adaptive_max_pool2d.default, as_read=True)
 def adaptive_max_pool2d(x: Tensor, output_size: Sequence[Any]) -> Any:
     return _adaptive_maxima(x, output_size, 2)
 

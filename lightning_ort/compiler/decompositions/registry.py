@@ -29,6 +29,7 @@ __all__ = [
     "keeps",
     "keeps_if_native",
     "lies_as_read",
+    "lies_in_rows",
     "refuse_unless",
 ]
 
@@ -74,7 +75,7 @@ _CASTING: set[Any] = set()
 
 
 def composes(
-    *overloads: Any, native: bool = False, casting: bool = False
+    *overloads: Any, native: bool = False, casting: bool = False, as_read: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function with the signature of the ATen overloads, written in differentiable torch calls.
 
@@ -86,13 +87,15 @@ def composes(
         native: also in graphs that keep torch's own operators, because torch's way of tracing this one is not eager's.
         casting: autocast casts what the function calls, as it does with what torch writes out by itself. Else it casts
             none of it: torch has one kernel there.
+        as_read: results lie in memory as the image does that is the first argument, whatever the function calls.
+            Random numbers are drawn into memory in its order.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         for overload in overloads:
             if overload in _COMPOSITES:
                 raise ValueError(f"{overload} is already rewritten by {_COMPOSITES[overload].__qualname__}")
-            _COMPOSITES[overload] = function
+            _COMPOSITES[overload] = _laid_out(function) if as_read else function
             if native:
                 _NATIVE.add(overload)
             if casting:
@@ -100,6 +103,17 @@ def composes(
         return function
 
     return register
+
+
+def _laid_out(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def laid_out(image: Tensor, *args: Any, **kwargs: Any) -> Any:
+        results = function(image, *args, **kwargs)
+        if results is NotImplemented:
+            return results
+        return _in_order(results, image, _order_of(image))
+
+    return laid_out
 
 
 _NATIVE_ONLY: dict[Any, Callable[..., Any] | None] = {}
@@ -131,9 +145,15 @@ _FAKES: dict[Any, Callable[..., Tensor]] = {}
 
 
 _LIKE_IMAGES: dict[Any, Callable[..., bool]] = {}
+_IN_ROWS: set[Any] = set()
 
 
-def lies_as_read(overload: Any, when: Callable[..., bool] = lambda *args: True) -> None:
+def lies_in_rows(*overloads: Any) -> None:
+    """On the CPU, results lie row by row, however what is read does, and torch's tracing says otherwise."""
+    _IN_ROWS.update(overloads)
+
+
+def lies_as_read(overload: Any, when: Callable[..., bool] = lambda *args, **kwargs: True) -> None:
     """On the CPU, the result of ``overload`` lies as the image that it reads, and torch's tracing says otherwise.
 
     Random numbers are drawn into memory in its order.
@@ -161,6 +181,7 @@ def composites(*, native: bool = False) -> Iterator[None]:
     if native:
         chosen = {**{o: f for o, f in _COMPOSITES.items() if o in _NATIVE}, **_NATIVE_ONLY}
     chosen |= {overload: functools.partial(_as_read, overload, when) for overload, when in _LIKE_IMAGES.items()}
+    chosen |= {overload: functools.partial(_in_rows, overload) for overload in _IN_ROWS}
     before = {overload: dict(overload.py_kernels) for overload in chosen}
     for overload, function in chosen.items():
         for key in _keys(overload):
@@ -183,18 +204,43 @@ def composites(*, native: bool = False) -> Iterator[None]:
             overload._dispatch_cache.clear()
 
 
-def _as_read(overload: Any, when: Callable[..., bool], image: Tensor, *args: Any) -> Any:
+def _as_read(overload: Any, when: Callable[..., bool], image: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if image.device.type != "cpu" or not when(image, *args, **kwargs):
+        return NotImplemented
     with torch._C._DisablePythonDispatcher():
-        result = overload(image, *args)
-    if image.device.type != "cpu" or not when(image, *args):
-        return result
-    return result.contiguous(memory_format=suggest_memory_format(image))
+        results = overload(image, *args, **kwargs)
+    return _in_order(results, image, _order_of(image))
+
+
+def _order_of(image: Tensor) -> torch.memory_format:
+    """The order that torch's kernels take for that of ``image``; they do not look at strides of sizes of 1."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(image.dim())
+    if last is not None and not image.is_contiguous() and image.is_contiguous(memory_format=last):
+        return last
+    return suggest_memory_format(image)
+
+
+def _in_rows(overload: Any, image: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if image.device.type != "cpu":
+        return NotImplemented
+    with torch._C._DisablePythonDispatcher():
+        results = overload(image, *args, **kwargs)
+    return _in_order(results, image, torch.contiguous_format)
+
+
+def _in_order(results: Any, image: Tensor, order: torch.memory_format) -> Any:
+    """``results`` with those that are images laid out in ``order``."""
+    if isinstance(results, Tensor):
+        return results.contiguous(memory_format=order) if results.dim() == image.dim() else results
+    return tuple(_in_order(result, image, order) for result in results)
 
 
 def _keys(overload: Any) -> list[DispatchKey]:
     """Where calls of ``overload`` are caught: above autograd, which operators that torch itself composes never meet."""
     implicit = DispatchKey.CompositeImplicitAutograd
     composed = implicit in overload.py_kernels or overload.has_kernel_for_dispatch_key(implicit)
+    if overload in _LIKE_IMAGES and implicit in overload.py_kernels:  # torch's own, which what is called here ends in
+        return [DispatchKey.Autograd]
     return [DispatchKey.Autograd, implicit] if composed else [DispatchKey.Autograd]
 
 

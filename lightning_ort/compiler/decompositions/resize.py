@@ -158,11 +158,11 @@ def _open_sizes(x: Tensor, output_size: Sequence[Any] | None, factors: Sequence[
 def _register_nearest(packet: Any, offset: float) -> None:
     keeps_if_native(packet, _open_sizes)
 
-    @composes(packet.vec)
+    @composes(packet.vec, as_read=True)
     def vec(x: Tensor, output_size: Any, scale_factors: Any) -> Any:
         return _repeated(x, *_sizes(x, output_size, scale_factors), offset)
 
-    @composes(packet.default)
+    @composes(packet.default, as_read=True)
     def plain(x: Tensor, output_size: Any, *scales: float | None) -> Any:
         return _repeated(x, output_size, [*scales, *([None] * (len(output_size) - len(scales)))], offset)
 
@@ -170,11 +170,11 @@ def _register_nearest(packet: Any, offset: float) -> None:
 def _register_aligned(packet: Any, make: Callable[[bool], Weights]) -> None:
     keeps_if_native(packet, _open_sizes)
 
-    @composes(packet.vec)
+    @composes(packet.vec, as_read=True)
     def vec(x: Tensor, output_size: Any, align_corners: bool, scale_factors: Any) -> Any:
         return _resized(x, *_sizes(x, output_size, scale_factors), make(align_corners))
 
-    @composes(packet.default)
+    @composes(packet.default, as_read=True)
     def plain(x: Tensor, output_size: Any, align_corners: bool, *scales: float | None) -> Any:
         scales = (*scales, *([None] * (len(output_size) - len(scales))))
         return _resized(x, output_size, scales, make(align_corners))
