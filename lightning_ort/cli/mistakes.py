@@ -93,7 +93,9 @@ def of_trainer(error: Exception, options: Mapping[str, Any]) -> Mistake:
         options: of the Trainer.
     """
     text = next((reason for reason in _errors(str(error)) if not reason.startswith("Expected a")), str(error))
-    named = [name for name in re.findall(r"`(\w+)[`=]|\b(?=\w*_)(\w+)\b", text) for name in name if name in options]
+    words = re.findall(r"`(\w+)`|\b(\w+)=|\b(?=\w*_)(\w+)\b", text)
+    named = [name for found in words for name in found if name in options]
+    named += [name for name, value in options.items() if isinstance(value, str) and value in re.findall(r"\w+", text)]
     wrong = "; ".join(f"trainer.{name} is {options[name]!r}" for name in dict.fromkeys(named))
     if text.startswith("You selected an invalid strategy name"):  # and names some of Lightning's own
         text = "ort, or another name or object of a strategy, such as auto or ddp"

@@ -23,7 +23,7 @@ from lightning_ort.compiler.executors.torch import TorchExecutable
 from lightning_ort.compiler.functional_graph import Untraceable
 from lightning_ort.compiler.global_state import GlobalState
 from lightning_ort.compiler.kept import Keeping
-from lightning_ort.compiler.outputs import OutputLayout, overlap
+from lightning_ort.compiler.outputs import OutputLayout, overlap, repeats_itself
 from lightning_ort.compiler.partition import split
 from lightning_ort.compiler.trace import Derivative, Traced, trace
 from lightning_ort.compiler.trace_cache import TRACES, TraceKey, copied, size_facts
@@ -187,6 +187,8 @@ class Compilation:
         traced.outputs = [None if i in self._layout.views else o for i, o in enumerate(traced.outputs)]
         if overlap(self._fakes, list(traced.updates)):
             raise Untraceable(OVERLAP)
+        if any(repeats_itself(self._fakes[i]) for i in traced.updates):
+            raise Untraceable("it changes a tensor whose entries share memory with each other, as those of expand do")
         return traced
 
     @contextlib.contextmanager

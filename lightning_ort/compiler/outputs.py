@@ -16,7 +16,7 @@ from lightning_ort.compiler.functional_graph import Untraceable
 from lightning_ort.compiler.symbolic_shapes import Sizes, entries_in_order
 from lightning_ort.runtime.memory import storage_key
 
-__all__ = ["InputView", "OutputLayout", "overlap"]
+__all__ = ["InputView", "OutputLayout", "overlap", "repeats_itself"]
 
 
 class OutputLayout:
@@ -349,6 +349,13 @@ def overlap(tensors: Sequence[Any], changed: Sequence[int]) -> bool:
             if one is None or other is None or (one[0] < other[1] and other[0] < one[1]):
                 return True
     return False
+
+
+def repeats_itself(x: torch.Tensor) -> bool:
+    """Whether ``x`` has the same memory for several entries along some dimension."""
+    return any(
+        isinstance(step, int) and step == 0 and str(size) != "1" for size, step in zip(x.shape, x.stride(), strict=True)
+    )
 
 
 def _range(x: torch.Tensor) -> tuple[int, int] | None:

@@ -159,6 +159,7 @@ def test_the_extra_that_is_missing(monkeypatch, capsys):
         (["--trainer.max_epochs=x"], ("trainer.max_epochs is x", "int or null", "trainer.max_epochs")),
         (["--trainer.precision=17"], ("trainer.precision is 17", "or 16-true or 16-mixed or", "trainer.precision")),
         (["--trainer.accelerator=no"], ("trainer.accelerator is 'no'", "Available names are", "command line")),
+        (["--trainer.devices=0"], ("trainer.devices is '0'", "not a valid input", "command line")),
         (["--trainer.limit_train_batches=-1"], ("trainer.limit_train_batches is -1", "[0.0, 1.0]", "command line")),
         (["--trainer.max_epochs"], ("--trainer.max_epochs has no value", "one argument", "--trainer.max_epochs=")),
         (["--trainer.logger=Nope"], ("trainer.logger is Nope, which is no class", "package.module.Class", "logger")),

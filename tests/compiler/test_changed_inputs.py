@@ -441,3 +441,23 @@ def test_inputs_that_come_to_share_memory():
         with pytest.raises(UnsupportedError, match="shares memory"):
             strict(*shared)
     torch.testing.assert_close(memory, copy)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [lambda x: x[0].zero_(), lambda x: x[:, 1].fill_(2.0), lambda x: x[-1:].div_(2)],
+    ids=["row", "column", "end"],
+)
+def test_a_part_is_changed_of_what_repeats_itself(step):
+    def changed(x):
+        step(x)
+        return x.sum()
+
+    reasons = []
+    backend = ORTBackend(on_fallback=reasons.extend)
+    found = []
+    for function in (changed, torch.compile(changed, backend=backend)):
+        row = torch.tensor([1.0, 2.0, 3.0])
+        found.append((function(row.expand(2, 3)), row))
+    torch.testing.assert_close(found[1], found[0])
+    assert ["share memory with each other" in reason.reason for reason in reasons] == [True]

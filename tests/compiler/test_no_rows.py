@@ -194,3 +194,13 @@ def test_gradients_that_a_kernel_gives_as_the_input_itself():
     assert y._version == 0
     assert y.grad.shape == y.shape
     torch.testing.assert_close(x.grad, torch.full((2,), 0.3))
+
+
+def test_what_is_written_into_nothing_changes_nothing():
+    def step(x, y):
+        x[::2].mul_(2)
+        return x.sum() + y.sum()
+
+    options = {"placement": "onnxruntime", "verify": False}
+    x, y = torch.ones(5, 0), torch.ones(2)
+    assert torch.compile(step, backend="lightning_ort", options=options)(x, y) == step(x, y)

@@ -64,6 +64,8 @@ def slice_scatter(
     end: Any = None,
     step: Any = 1,
 ) -> ir.Value:
+    if is_empty(src):
+        return g.value(x)
     start, end = 0 if start is None else start, END if end is None else end
     dim = positive(dim, rank_of(x))
     size = shape_of(x)[dim]
