@@ -95,7 +95,9 @@ def of_trainer(error: Exception, options: Mapping[str, Any]) -> Mistake:
     text = next((reason for reason in _errors(str(error)) if not reason.startswith("Expected a")), str(error))
     words = re.findall(r"`(\w+)`|\b(\w+)=|\b(?=\w*_)(\w+)\b", text)
     named = [name for found in words for name in found if name in options]
-    named += [name for name, value in options.items() if isinstance(value, str) and value in re.findall(r"\w+", text)]
+    if not named:  # it may have the value instead
+        said = {*re.findall(r"\w+", text)} - {"auto"}
+        named = [name for name, value in options.items() if isinstance(value, str) and value in said]
     wrong = "; ".join(f"trainer.{name} is {options[name]!r}" for name in dict.fromkeys(named))
     if text.startswith("You selected an invalid strategy name"):  # and names some of Lightning's own
         text = "ort, or another name or object of a strategy, such as auto or ddp"

@@ -54,7 +54,7 @@ class FirstRun:
         self.changed: Collection[int] = ()
         self._graph, self._wanted, self._device, self._global_state = graph, wanted, device, global_state
         self._names = _names(graph)
-        self._exact = not any(map(_is_rounded, graph.graph.nodes))
+        self._exact = all(map(_is_exact, graph.graph.nodes))
         self._done: weakref.WeakSet[Executable] = weakref.WeakSet()
         self._overflows: weakref.WeakSet[Executable] = weakref.WeakSet()
         self._doubts = Doubts(_ADVICE)
@@ -264,10 +264,18 @@ def _write(executable: Executable, args: Sequence[Any], source: Results, results
             results[p].zero_()
 
 
-def _is_rounded(node: fx.Node) -> bool:
-    """Whether there may be numbers in ``node`` that are not whole."""
-    values = pytree.tree_leaves(node.meta.get("example_value"))
-    return any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
+def _is_exact(node: fx.Node) -> bool:
+    """Whether ``node`` is known to have whole numbers and truth values alone."""
+    if node.op == "output":
+        return True
+    if "example_value" not in node.meta:  # a branch of torch.cond, say, which may compute with any
+        return False
+    return all(
+        not (v.is_floating_point() or v.is_complex())
+        if isinstance(v, torch.Tensor)
+        else isinstance(v, int | torch.SymInt)
+        for v in pytree.tree_leaves(node.meta["example_value"])
+    )
 
 
 def _names(graph: fx.GraphModule) -> dict[str, dict[int, str]]:
