@@ -318,7 +318,7 @@ def _save_inference_model(graph: StepGraph, tensors: Mapping[str, Tensor], path:
         name = graph.tensors.get(str(value.name))
         if name is not None:
             model.graph.inputs.remove(value)
-            value.const_value = ir.Tensor(tensors[name].detach().cpu().contiguous().numpy(), name=value.name)
+            value.const_value = ir.tensor(tensors[name].detach().cpu().contiguous(), name=value.name)
             model.graph.register_initializer(value)
     RemoveUnusedNodesPass()(model)
     RemoveUnusedInputsPass()(model)

@@ -144,13 +144,13 @@ _FAKES: dict[Any, Callable[..., Tensor]] = {}
 """What tells the sizes of results where sizes may be open, which torch's own of some interpolations does not take."""
 
 
-_LIKE_IMAGES: dict[Any, Callable[..., bool]] = {}
-_IN_ROWS: set[Any] = set()
+_LAYOUTS: dict[Any, Callable[..., torch.memory_format | None]] = {}
+"""How results lie where torch's tracing says otherwise, by what is read; ``None``: as it says."""
 
 
 def lies_in_rows(*overloads: Any) -> None:
     """On the CPU, results lie row by row, however what is read does, and torch's tracing says otherwise."""
-    _IN_ROWS.update(overloads)
+    _LAYOUTS.update(dict.fromkeys(overloads, lambda *args, **kwargs: torch.contiguous_format))
 
 
 def lies_as_read(overload: Any, when: Callable[..., bool] = lambda *args, **kwargs: True) -> None:
@@ -162,7 +162,7 @@ def lies_as_read(overload: Any, when: Callable[..., bool] = lambda *args, **kwar
         overload: the operator.
         when: whether it does with these arguments.
     """
-    _LIKE_IMAGES[overload] = when
+    _LAYOUTS[overload] = lambda image, *args, **kwargs: _order_of(image) if when(image, *args, **kwargs) else None
 
 
 def _like(sizes: Sequence[Any], image: Tensor) -> Tensor:
@@ -180,8 +180,7 @@ def composites(*, native: bool = False) -> Iterator[None]:
     chosen: dict[Any, Callable[..., Any] | None] = {**_COMPOSITES}
     if native:
         chosen = {**{o: f for o, f in _COMPOSITES.items() if o in _NATIVE}, **_NATIVE_ONLY}
-    chosen |= {overload: functools.partial(_as_read, overload, when) for overload, when in _LIKE_IMAGES.items()}
-    chosen |= {overload: functools.partial(_in_rows, overload) for overload in _IN_ROWS}
+    chosen |= {overload: functools.partial(_as_it_lies, overload, order) for overload, order in _LAYOUTS.items()}
     before = {overload: dict(overload.py_kernels) for overload in chosen}
     for overload, function in chosen.items():
         for key in _keys(overload):
@@ -204,12 +203,13 @@ def composites(*, native: bool = False) -> Iterator[None]:
             overload._dispatch_cache.clear()
 
 
-def _as_read(overload: Any, when: Callable[..., bool], image: Tensor, *args: Any, **kwargs: Any) -> Any:
-    if image.device.type != "cpu" or not when(image, *args, **kwargs):
+def _as_it_lies(overload: Any, order_of: Callable[..., Any], image: Tensor, *args: Any, **kwargs: Any) -> Any:
+    order = order_of(image, *args, **kwargs) if image.device.type == "cpu" else None
+    if order is None:
         return NotImplemented
     with torch._C._DisablePythonDispatcher():
         results = overload(image, *args, **kwargs)
-    return _in_order(results, image, _order_of(image))
+    return _in_order(results, image, order)
 
 
 def _order_of(image: Tensor) -> torch.memory_format:
@@ -218,14 +218,6 @@ def _order_of(image: Tensor) -> torch.memory_format:
     if last is not None and not image.is_contiguous() and image.is_contiguous(memory_format=last):
         return last
     return suggest_memory_format(image)
-
-
-def _in_rows(overload: Any, image: Tensor, *args: Any, **kwargs: Any) -> Any:
-    if image.device.type != "cpu":
-        return NotImplemented
-    with torch._C._DisablePythonDispatcher():
-        results = overload(image, *args, **kwargs)
-    return _in_order(results, image, torch.contiguous_format)
 
 
 def _in_order(results: Any, image: Tensor, order: torch.memory_format) -> Any:
@@ -239,7 +231,7 @@ def _keys(overload: Any) -> list[DispatchKey]:
     """Where calls of ``overload`` are caught: above autograd, which operators that torch itself composes never meet."""
     implicit = DispatchKey.CompositeImplicitAutograd
     composed = implicit in overload.py_kernels or overload.has_kernel_for_dispatch_key(implicit)
-    if overload in _LIKE_IMAGES and implicit in overload.py_kernels:  # torch's own, which what is called here ends in
+    if overload in _LAYOUTS and implicit in overload.py_kernels:  # torch's own, which what is called here ends in
         return [DispatchKey.Autograd]
     return [DispatchKey.Autograd, implicit] if composed else [DispatchKey.Autograd]
 
