@@ -34,6 +34,7 @@ from lightning_ort.compiler.placement import (
 from lightning_ort.compiler.symbolic_shapes import Sizes, UnknownSize, is_number
 from lightning_ort.report import timeline
 from lightning_ort.runtime.factory import SessionFactory
+from lightning_ort.runtime.providers.cpu import chosen_by_bits
 from lightning_ort.runtime.session import OrtSession
 from lightning_ort.runtime.tensors import is_supported
 from lightning_ort.validation import first_line
@@ -269,7 +270,10 @@ class _Planner:
 
     def _session(self, segment: Segment) -> tuple[OrtSession, list[fx.Node]]:
         small = operations(segment.nodes) < SMALL
-        builder = GraphBuilder(one_thread=self._factory.in_one_thread(small=small))
+        builder = GraphBuilder(
+            one_thread=self._factory.in_one_thread(small=small),
+            by_bits=chosen_by_bits() if self._factory.only_cpu else (),
+        )
         by_name = {n.name: n for n in segment.nodes}
         used = set(itertools.chain.from_iterable(n.all_input_nodes for n in segment.nodes)) | set(segment.outputs)
         inputs = [n for n in segment.inputs if n in used]

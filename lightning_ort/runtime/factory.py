@@ -97,12 +97,16 @@ class SessionFactory:
         """Options of the sessions; ``small`` are graphs of too little work for a second thread."""
         return self._small_options if small else self._options
 
+    @property
+    def only_cpu(self) -> bool:
+        """Whether ONNX Runtime's own kernels for the CPU run all operators of a session."""
+        return [provider.name for provider in self._chosen] == [CPU.name]
+
     def in_one_thread(self, *, small: bool = False) -> bool:
         """Whether one thread of the CPU runs all operators of a session."""
-        only_cpu = [provider.name for provider in self._chosen] == [CPU.name]
         options = self.session_options(small=small)
         alone = getattr(options, "use_per_session_threads", True)  # ONNX Runtime 1.19 has no other threads
-        return only_cpu and alone and options.intra_op_num_threads == 1
+        return self.only_cpu and alone and options.intra_op_num_threads == 1
 
     @property
     def may_take_one_thread(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from lightning_ort.runtime.providers.cpu import has_vector_where
+from lightning_ort.runtime.providers.cpu import chooses_slowly, chosen_by_bits
 
 __all__ = ["BLOCKS", "DIFFERENT", "INPLACE", "OPERATIONS", "Operation"]
 
@@ -350,8 +350,8 @@ DIFFERENT = {
     **dict.fromkeys([f"F.{name}(" for name in _BY_POSITION], ("nan", "inf")),
     # eager's loss of no rows is memory that nobody has written
     "F.multi_margin_loss(": ("empty",),
-    # products with masks, where choosing is slow
-    **({} if has_vector_where() else {"F.threshold(": ("nan", "inf")}),
+    # products with masks, where choosing is slow and bits of floats cannot be read
+    **({} if len(chosen_by_bits()) > 2 or not chooses_slowly() else {"F.threshold(": ("nan", "inf")}),
 }
 """Kinds of data with which eager and ONNX Runtime differ for good, by operation: programs are run without them."""
 

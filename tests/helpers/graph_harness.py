@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from lightning_ort.compiler.lowering import GraphBuilder
 from lightning_ort.compiler.passes import optimize
 from lightning_ort.compiler.trace import Derivative, trace
+from lightning_ort.runtime.providers.cpu import chosen_by_bits
 
 BATCH = 7
 """A size that test inputs use for nothing but the batch: dimensions of this size are traced as symbolic."""
@@ -89,7 +90,7 @@ def _as_module(region: Callable[..., Any], arguments: int) -> fx.GraphModule:
 
 
 def lowered_model(lowered: Lowered) -> ir.Model:
-    traced, g = lowered.traced, GraphBuilder()
+    traced, g = lowered.traced, GraphBuilder(by_bits=chosen_by_bits())
     for node in traced.graph.nodes:
         if node.op == "placeholder":
             g.add_input(node)

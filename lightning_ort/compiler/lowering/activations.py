@@ -14,7 +14,7 @@ from lightning_ort.compiler.lowering.elementwise import clamp, exponential, oper
 from lightning_ort.compiler.lowering.finite import is_finite
 from lightning_ort.compiler.lowering.registry import lowers
 from lightning_ort.compiler.lowering.shapes import is_empty
-from lightning_ort.runtime.providers.cpu import gives, has_vector_where
+from lightning_ort.runtime.providers.cpu import gives
 
 aten = torch.ops.aten
 
@@ -36,8 +36,8 @@ def threshold_backward(g: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node
     dtype = dtype_of(node)
     gradient, value = operands(g, node, dtype, grad, x)
     stopped = g.op("LessOrEqual", value, g.operand(threshold, dtype))
-    if has_vector_where() or not is_finite(grad, products=True):
-        return g.op("Where", stopped, g.constant(0, dtype), gradient)
+    if not g.chooses_slowly(dtype) or not is_finite(grad, products=True):
+        return g.where(stopped, g.constant(0, dtype), gradient, dtype)
     passes = g.op("Sub", g.constant(1, dtype), g.cast(stopped, torch.bool, dtype))
     return g.op("Mul", gradient, passes)
 

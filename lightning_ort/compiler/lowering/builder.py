@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,11 +13,13 @@ from torch import fx
 from lightning_ort.compiler.lowering.registry import LOWERINGS, NotLowered
 from lightning_ort.compiler.passes.recompute import SIZES
 from lightning_ort.compiler.symbolic_shapes import is_number
+from lightning_ort.runtime.providers.cpu import BITS, chooses_slowly
 from lightning_ort.runtime.tensors import NUMPY, ONNX
 
 __all__ = ["Dim", "GraphBuilder", "dtype_of", "rank_of", "shape_of"]
 
 _OPSET = 20
+_OPSET_OF_BITS = 26  # the first that has BitCast
 _IR_VERSION = 10  # the newest that ONNX Runtime 1.19 reads
 CONTRIB = "com.microsoft"
 _INDEXING = {"Gather", "GatherElements", "GatherND", "ScatterElements"}
@@ -59,10 +61,11 @@ class GraphBuilder:
 
     Args:
         one_thread: one thread alone will run the graph, on the CPU. Operators may be used that several would race in.
+        by_bits: types of the numbers that :meth:`where` chooses by their bits, which the session must be able to read.
     """
 
-    def __init__(self, *, one_thread: bool = False) -> None:
-        self.one_thread = one_thread
+    def __init__(self, *, one_thread: bool = False, by_bits: Collection[torch.dtype] = ()) -> None:
+        self.one_thread, self._by_bits = one_thread, by_bits
         self.inputs: list[ir.Value] = []
         self.nodes: list[ir.Node] = []
         self.initializers: list[ir.Value] = []
@@ -78,6 +81,7 @@ class GraphBuilder:
         In words, or empty: where an assertion says what is required, and where the operator did not say.
         """
         self._scope = "graph"
+        self._reads_bits = False
 
     # -- what the graph consists of ---------------------------------------------------------------------------------
 
@@ -146,7 +150,7 @@ class GraphBuilder:
             results,
             nodes=self.nodes,
             initializers=self.initializers,
-            opset_imports={"": _OPSET, CONTRIB: 1},
+            opset_imports={"": _OPSET_OF_BITS if self._reads_bits else _OPSET, CONTRIB: 1},
             name="step",
         )
         return ir.Model(graph, ir_version=_IR_VERSION, producer_name="lightning_ort")
@@ -173,6 +177,33 @@ class GraphBuilder:
         if op_type in _INDEXING:
             self.accepted.setdefault(self._scope, "")
         return node.outputs[0] if outputs == 1 else tuple(node.outputs)
+
+    def where(self, mask: ir.Value, chosen: ir.Value, otherwise: ir.Value, dtype: torch.dtype) -> ir.Value:
+        """``chosen`` where ``mask`` holds, else ``otherwise``, tensors of ``dtype`` whose entries may be anything.
+
+        By ``Where``, or by products of their bits, read as integers, with 0 and 1: bit by bit the same, NaN and the
+        signs of zeros included. Small tensors, such as sizes, are better chosen by the operator itself.
+        """
+        if dtype not in self._by_bits or (_is_zero(chosen) and _is_zero(otherwise)):
+            return self.op("Where", mask, chosen, otherwise)
+        bits = BITS[dtype]
+        parts = [
+            self.op("Mul", self._read_as(value, dtype, bits), self.cast(holds, torch.bool, bits))
+            for holds, value in ((mask, chosen), (self.op("Not", mask), otherwise))
+            if not _is_zero(value)
+        ]
+        return self._read_as(parts[0] if len(parts) == 1 else self.op("Add", *parts), bits, dtype)
+
+    def chooses_slowly(self, dtype: torch.dtype) -> bool:
+        """Whether :meth:`where` takes one element of ``dtype`` after the other."""
+        return dtype not in self._by_bits and chooses_slowly()
+
+    def _read_as(self, value: ir.Value, source: torch.dtype, target: torch.dtype) -> ir.Value:
+        """The bits of ``value``, which is of ``source``, as numbers of ``target``, which has as many."""
+        if source == target:
+            return value
+        self._reads_bits = True
+        return self.op("BitCast", value, to=int(ONNX[target]))
 
     def require(self, condition: ir.Value, message: str) -> None:
         """Make a run fail unless ``condition``, a bool scalar, holds; the error of ONNX Runtime quotes ``message``.
@@ -331,6 +362,12 @@ class GraphBuilder:
         )
         self.initializers.append(value)
         return value
+
+
+def _is_zero(value: ir.Value) -> bool:
+    """Whether ``value`` is the scalar constant 0, whose bits are all 0."""
+    constant = value.const_value
+    return constant is not None and not constant.shape and not any(constant.tobytes())
 
 
 def _note_sizes(value: Any, val: Any) -> None:

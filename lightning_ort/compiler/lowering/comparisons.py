@@ -151,7 +151,7 @@ def sign_is_negative(g: GraphBuilder, value: ir.Value, dtype: torch.dtype, node:
     if not dtype.is_floating_point or (isinstance(node, fx.Node) and behind_views(node).target in _SUMS):
         return g.op("Less", value, zero)
     is_zero = g.op("Equal", value, zero)
-    return g.op("Less", g.op("Where", is_zero, g.op("Reciprocal", value), value), zero)
+    return g.op("Less", g.where(is_zero, g.op("Reciprocal", value), value, dtype), zero)
 
 
 _WHERE = (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
@@ -184,7 +184,7 @@ def copysign(g: GraphBuilder, node: fx.Node, a: Any, b: Any) -> ir.Value:
     dtype = dtype_of(node)
     x, y = operands(g, node, dtype, a, b)
     size = g.op("Abs", x)
-    return g.op("Where", sign_is_negative(g, y, dtype, b), g.op("Neg", size), size)
+    return g.where(sign_is_negative(g, y, dtype, b), g.op("Neg", size), size, dtype)
 
 
 @lowers(aten._assert_async.msg, aten._assert_async.default, aten._functional_assert_async.msg)
@@ -209,9 +209,9 @@ def where(g: GraphBuilder, node: fx.Node, condition: fx.Node, a: Any, b: Any) ->
             if number is not None and _brings_shape(node, kept) and is_finite(kept) and not _is_softmax(kept):
                 return _with_number(g, node, condition, kept, number, chooses_number)
     dtype = torch.int32 if out in (torch.int8, torch.int16, torch.bool) else out
-    _, *chosen = operands(g, node, dtype, condition, a, b, through=out)
+    _, chosen, otherwise = operands(g, node, dtype, condition, a, b, through=out)
     mask = _condition(g, condition) if is_whole(g, node, a, b) else g.operand(condition, torch.bool)
-    return g.cast(g.op("Where", mask, *chosen), dtype, out)
+    return g.cast(g.where(mask, chosen, otherwise, dtype), dtype, out)
 
 
 @lowers(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
@@ -260,6 +260,7 @@ def _with_number(
     for op_type, free in (("Max", -math.inf), ("Min", math.inf)):
         if number != free:
             bound, open_end = g.constant(number, dtype), g.constant(free, dtype)
-            bounds = g.op("Where", mask, *((bound, open_end) if chooses_number else (open_end, bound)))
+            chosen, otherwise = (bound, open_end) if chooses_number else (open_end, bound)
+            bounds = g.where(mask, chosen, otherwise, dtype)
             result = g.op(op_type, result, bounds)
     return result

@@ -109,8 +109,8 @@ def tanh(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
     one, size = g.constant(1, dtype), g.op("Abs", value)
     power = g.op("Exp", g.op("Mul", size, g.constant(-2, dtype)))
     large = g.op("Div", g.op("Sub", one, power), g.op("Add", one, power))
-    large = g.op("Where", g.op("Less", value, g.constant(0, dtype)), g.op("Neg", large), large)
-    return g.op("Where", g.op("Less", size, g.constant(_SMALL_TANH, dtype)), result, large)
+    large = g.where(g.op("Less", value, g.constant(0, dtype)), g.op("Neg", large), large, dtype)
+    return g.where(g.op("Less", size, g.constant(_SMALL_TANH, dtype)), result, large, dtype)
 
 
 _SMALL_TANH = 0.35
@@ -162,7 +162,7 @@ def _error_function(g: GraphBuilder, value: ir.Value, dtype: torch.dtype) -> ir.
     result = _single(g, "Erf", value, dtype)
     if gives("Erf", math.nan, math.nan):
         return result
-    return g.op("Where", g.op("IsNaN", value), value, result)
+    return g.where(g.op("IsNaN", value), value, result, dtype)
 
 
 @lowers(aten.erf.default)
@@ -271,7 +271,7 @@ def expm1(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
     e = g.op("Exp", value)
     near = g.op("Mul", g.op("Tanh", g.op("Mul", value, g.constant(0.5, dtype))), g.op("Add", e, one))
     small = g.op("Less", g.op("Abs", value), one)
-    return g.op("Where", small, near, g.op("Sub", e, one))
+    return g.where(small, near, g.op("Sub", e, one), dtype)
 
 
 @lowers(aten.erfc.default)
@@ -289,7 +289,7 @@ def erfc(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
         return g.constant(value, dtype)
 
     near = g.op("Sub", number(1), _error_function(g, value, dtype))
-    far = g.op("Where", g.op("Greater", value, number(15)), number(15), value)  # where it is 0; infinity less itself
+    far = g.where(g.op("Greater", value, number(15)), number(15), value, dtype)  # where it is 0; infinity less itself
     rough = g.op("Div", g.op("Round", g.op("Mul", far, number(16))), number(16))
     t = g.op("Div", number(1), g.op("Add", g.op("Mul", far, number(0.5)), number(1)))
     fit = number(_ERFC[-1])
@@ -298,7 +298,7 @@ def erfc(g: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
     rest = g.op("Mul", g.op("Sub", rough, far), g.op("Add", rough, far))
     tail = g.op("Exp", g.op("Neg", g.op("Mul", rough, rough)))
     tail = g.op("Mul", g.op("Mul", t, tail), g.op("Exp", g.op("Add", rest, fit)))
-    return g.op("Where", g.op("Greater", value, number(0.5)), tail, near)
+    return g.where(g.op("Greater", value, number(0.5)), tail, near, dtype)
 
 
 _ERFC = (
@@ -318,10 +318,10 @@ def atan2(g: GraphBuilder, node: fx.Node, a: fx.Node, b: fx.Node) -> ir.Value:
     at_origin = g.op("And", g.op("Equal", y, zero), g.op("Equal", x, zero))
     infinity = g.constant(math.inf, dtype)
     at_corner = g.op("And", *(g.op("Equal", g.op("Abs", v), infinity) for v in (y, x)))
-    ratio = g.op("Where", at_origin, zero, g.op("Div", g.op("Abs", y), g.op("Abs", x)))
-    angle = _single(g, "Atan", g.op("Where", at_corner, g.constant(1, dtype), ratio), dtype)
-    angle = g.op("Where", sign_is_negative(g, x, dtype, b), g.op("Sub", pi, angle), angle)
-    return g.op("Where", sign_is_negative(g, y, dtype, a), g.op("Neg", angle), angle)
+    ratio = g.where(at_origin, zero, g.op("Div", g.op("Abs", y), g.op("Abs", x)), dtype)
+    angle = _single(g, "Atan", g.where(at_corner, g.constant(1, dtype), ratio, dtype), dtype)
+    angle = g.where(sign_is_negative(g, x, dtype, b), g.op("Sub", pi, angle), angle, dtype)
+    return g.where(sign_is_negative(g, y, dtype, a), g.op("Neg", angle), angle, dtype)
 
 
 @lowers(aten.ldexp.Tensor)

@@ -162,8 +162,8 @@ def _division(g: GraphBuilder, x: ir.Value, y: ir.Value, divisor: Any, dtype: to
     is_zero = g.op("Equal", y, g.constant(0, dtype))
     g.require(g.op("Not", g.op("ReduceMax", is_zero, keepdims=0)), "ZeroDivisionError")
     negates = g.op("Equal", y, g.constant(-1, dtype))
-    x = g.op("Where", negates, g.op("Sub", g.constant(0, dtype), x), x)
-    return x, g.op("Where", g.op("Or", is_zero, negates), g.constant(1, dtype), y)
+    x = g.where(negates, g.op("Sub", g.constant(0, dtype), x), x, dtype)
+    return x, g.where(g.op("Or", is_zero, negates), g.constant(1, dtype), y, dtype)
 
 
 @lowers(aten.div.Tensor_mode, aten.div.Scalar_mode)
@@ -191,9 +191,9 @@ def _floored(g: GraphBuilder, x: ir.Value, y: ir.Value, quotient: ir.Value, dtyp
     zero, one = g.constant(0, dtype), g.constant(1, dtype)
     rest, moves = _rest(g, x, y, zero)
     whole = g.op("Div", g.op("Sub", x, rest), y)
-    whole = g.op("Round", g.op("Where", moves, g.op("Sub", whole, one), whole))
-    whole = g.op("Where", g.op("Equal", whole, zero), g.op("Mul", quotient, zero), whole)  # of its sign
-    return g.op("Where", g.op("Equal", y, zero), quotient, whole)
+    whole = g.op("Round", g.where(moves, g.op("Sub", whole, one), whole, dtype))
+    whole = g.where(g.op("Equal", whole, zero), g.op("Mul", quotient, zero), whole, dtype)  # of its sign
+    return g.where(g.op("Equal", y, zero), quotient, whole, dtype)
 
 
 def _rest(g: GraphBuilder, x: ir.Value, y: ir.Value, zero: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -214,7 +214,7 @@ def remainder(g: GraphBuilder, node: fx.Node, a: Any, b: Any) -> ir.Value:
     x, y = operands(g, node, dtype, a, b, through=dtype_of(node))
     if dtype.is_floating_point:
         rest, moves = _rest(g, x, y, g.constant(0, dtype))
-        return g.op("Where", moves, g.op("Add", rest, y), rest)
+        return g.where(moves, g.op("Add", rest, y), rest, dtype)
     divisor = wrapped(b, dtype_of(node))
     return g.cast(g.op("Mod", *_division(g, x, y, divisor, dtype)), dtype, dtype_of(node))
 
@@ -233,11 +233,11 @@ def square_root(g: GraphBuilder, value: ir.Value, dtype: torch.dtype) -> ir.Valu
     if dtype == torch.float64 or gives("Sqrt", math.inf, math.inf):
         return g.op("Sqrt", value)
     is_small = g.op("Less", value, g.constant(torch.finfo(torch.float32).tiny, dtype))
-    lifted = g.op("Where", is_small, g.op("Mul", value, g.constant(2.0**48, dtype)), value)
+    lifted = g.where(is_small, g.op("Mul", value, g.constant(2.0**48, dtype)), value, dtype)
     root = g.op("Sqrt", lifted)
-    root = g.op("Where", is_small, g.op("Mul", root, g.constant(2.0**-24, dtype)), root)
+    root = g.where(is_small, g.op("Mul", root, g.constant(2.0**-24, dtype)), root, dtype)
     infinity = g.constant(math.inf, dtype)
-    return g.op("Where", g.op("Equal", value, infinity), infinity, root)
+    return g.where(g.op("Equal", value, infinity), infinity, root, dtype)
 
 
 def reciprocal_deviation(g: GraphBuilder, variance: ir.Value, eps: float, dtype: torch.dtype) -> ir.Value:
@@ -252,7 +252,7 @@ def exponential(g: GraphBuilder, value: ir.Value, dtype: torch.dtype) -> ir.Valu
     if dtype != torch.float64 or gives("Exp", -math.inf, 0.0, double=True):
         return result
     vanishes = g.op("Less", value, g.constant(-746, dtype))
-    return g.op("Where", vanishes, g.constant(0, dtype), result)
+    return g.where(vanishes, g.constant(0, dtype), result, dtype)
 
 
 @lowers(aten.pow.Tensor_Scalar)
@@ -309,7 +309,7 @@ def _extremum(op_type: str, *, ignores_nan: bool = False) -> Any:
         dtype = ordered_dtype(out)
         x, y = operands(g, node, dtype, a, b, through=out)
         if ignores_nan and dtype.is_floating_point:
-            x, y = g.op("Where", g.op("IsNaN", x), y, x), g.op("Where", g.op("IsNaN", y), x, y)
+            x, y = g.where(g.op("IsNaN", x), y, x, dtype), g.where(g.op("IsNaN", y), x, y, dtype)
         return g.cast(g.op(op_type, x, y), dtype, out)
 
     return lower
@@ -399,11 +399,11 @@ def hypot(g: GraphBuilder, node: fx.Node, a: Any, b: Any) -> ir.Value:
     x, y = (g.op("Abs", v) for v in operands(g, node, dtype, a, b))
     larger, smaller = g.op("Max", x, y), g.op("Min", x, y)
     is_trivial = g.op("Or", *(g.op("Equal", larger, g.constant(c, dtype)) for c in (0, math.inf)))
-    ratio = g.op("Div", smaller, g.op("Where", is_trivial, g.constant(1, dtype), larger))
+    ratio = g.op("Div", smaller, g.where(is_trivial, g.constant(1, dtype), larger, dtype))
     length = g.op("Mul", larger, g.op("Sqrt", g.op("Add", g.op("Mul", ratio, ratio), g.constant(1, dtype))))
     infinity = g.constant(math.inf, dtype)
     is_infinite = g.op("Or", *(g.op("Equal", v, infinity) for v in (x, y)))  # whatever the other side is
-    return g.op("Where", is_infinite, infinity, g.op("Where", is_trivial, larger, length))
+    return g.where(is_infinite, infinity, g.where(is_trivial, larger, length, dtype), dtype)
 
 
 @lowers(aten._to_copy.default)

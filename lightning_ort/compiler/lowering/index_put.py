@@ -126,4 +126,4 @@ def _masked(g: GraphBuilder, x: fx.Node, mask: fx.Node, values: fx.Node, accumul
     value: Any = g.operand(values, wide)
     if accumulate:
         value = g.op("Add", data, value)
-    return g.cast(g.op("Where", condition, value, data), wide, dtype_of(x))
+    return g.cast(g.where(condition, value, data, wide), wide, dtype_of(x))

@@ -74,7 +74,7 @@ def scatter_elements(
         nans, more = (g.cast(g.op("IsNaN", v), torch.bool, torch.float32) for v in (data, updates))
         spoilt = g.op("ScatterElements", nans, index, more, axis=axis, reduction="max")
         spoilt = g.cast(spoilt, torch.float32, torch.bool)
-        result = g.op("Where", spoilt, g.constant(math.nan, wide), result)
+        result = g.where(spoilt, g.constant(math.nan, wide), result, wide)
     return g.cast(result, wide, dtype)
 
 
@@ -250,7 +250,7 @@ def embedding_dense_backward(
     flat = g.op("Reshape", positions(g, indices, num_weights), g.ints([-1, 1]))
     if isinstance(padding_idx, fx.Node) or padding_idx >= 0:
         kept = g.op("Not", g.op("Equal", flat, g.operand(padding_idx, torch.int64)))
-        rows = g.op("Where", kept, rows, g.constant(0, dtype))
+        rows = g.where(kept, rows, g.constant(0, dtype), dtype)
     if scale_grad_by_freq:
         ones = g.op("Expand", g.constant([[1]], dtype), g.op("Shape", flat))
         zeros = g.op("Expand", g.constant([[0]], dtype), g.dims([num_weights, 1]))

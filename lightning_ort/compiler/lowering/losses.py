@@ -47,7 +47,7 @@ class _Targets:
 
     def counted(self, value: ir.Value) -> ir.Value:
         """``value`` where a target counts, else 0, whatever ``value`` is there."""
-        return self._g.op("Where", self.counts, value, self._g.constant(0, self._dtype))
+        return self._g.where(self.counts, value, self._g.constant(0, self._dtype), self._dtype)
 
     def weighted(self, value: ir.Value) -> ir.Value:
         """``value`` times the weight of each target's class."""

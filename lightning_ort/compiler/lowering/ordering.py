@@ -24,7 +24,7 @@ def _sorted(g: GraphBuilder, x: fx.Node, count: ir.Value, axis: int, largest: bo
         raise NotLowered("sorting an empty tensor")
     if dtype.is_floating_point:  # torch takes NaN for the greatest, above infinity
         below = g.op("Min", value, g.constant(torch.finfo(dtype).max, dtype))
-        keys = g.op("Where", g.op("IsNaN", value), g.constant(math.inf, dtype), below)
+        keys = g.where(g.op("IsNaN", value), g.constant(math.inf, dtype), below, dtype)
         _, index = g.op("TopK", keys, count, outputs=2, axis=axis, largest=int(largest))
         return g.op("GatherElements", value, index, axis=axis), index
     wide = dtype if dtype in (torch.int32, torch.int64) else torch.int32

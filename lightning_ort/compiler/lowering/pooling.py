@@ -18,7 +18,6 @@ from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, rank
 from lightning_ort.compiler.lowering.finite import is_finite
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
 from lightning_ort.compiler.lowering.windows import image_sizes, spread
-from lightning_ort.runtime.providers.cpu import has_vector_where
 
 aten = torch.ops.aten
 
@@ -114,7 +113,7 @@ def _max_pool(
     last = g.op("MaxPool", _numbered_nans(g, x, image, plane, spatial), **window)
     spoilt = g.op("Greater", last, g.constant(0, torch.float64))
     before = g.op("Sub", g.cast(last, torch.float64, torch.int64), g.constant(1, torch.int64))
-    indices = g.op("Where", spoilt, before, indices)
+    indices = g.where(spoilt, before, indices, torch.int64)
     return _unbatched(g, x, _whole(g, out, spoilt, dtype), spatial), _unbatched(g, x, indices, spatial)
 
 
@@ -127,8 +126,8 @@ _SECOND_LOWEST = {
 def _whole(g: GraphBuilder, half: ir.Value, spoilt: ir.Value, dtype: torch.dtype) -> ir.Value:
     """The maxima from their halves, with -inf where the kernel has met no number, and NaN where a window has one."""
     is_lowest = g.op("LessOrEqual", half, g.constant(_SECOND_LOWEST[dtype], dtype))
-    out = g.op("Where", is_lowest, g.constant(-math.inf, dtype), g.op("Add", half, half))
-    return g.op("Where", spoilt, g.constant(math.nan, dtype), out)
+    out = g.where(is_lowest, g.constant(-math.inf, dtype), g.op("Add", half, half), dtype)
+    return g.where(spoilt, g.constant(math.nan, dtype), out, dtype)
 
 
 def _numbered_nans(g: GraphBuilder, x: fx.Node, image: ir.Value, plane: ir.Value, spatial: int) -> ir.Value:
@@ -216,7 +215,7 @@ def disjoint_max_pool_backward(
     kernel, dtype = list(kernel), dtype_of(grad)
     taps = _taps(g, x, shape_of(grad)[2:], kernel, g.value(x))
     maxima, rest = _suffix_maxima(g, taps), g.value(grad)
-    by_factor = not has_vector_where() and is_finite(grad, products=True)
+    by_factor = g.chooses_slowly(dtype) and is_finite(grad, products=True)
     zero = g.constant(0, dtype)
     parts: dict[tuple[int, ...], ir.Value] = {}
     numbers = list(itertools.product(*(range(k) for k in kernel)))
@@ -226,7 +225,7 @@ def disjoint_max_pool_backward(
             passed = g.op("Mul", rest, g.cast(goes_on, torch.bool, dtype))
             parts[number] = g.op("Sub", rest, passed)
         else:
-            parts[number], passed = g.op("Where", goes_on, zero, rest), g.op("Where", goes_on, rest, zero)
+            parts[number], passed = g.where(goes_on, zero, rest, dtype), g.where(goes_on, rest, zero, dtype)
         rest = passed
     parts[numbers[-1]] = rest
     return _interleaved(g, x, parts, kernel, _covered(g, x, shape_of(grad)[2:], kernel))

@@ -110,7 +110,7 @@ def _extremum(
         last = g.constant(-math.inf if op_type == "ReduceMax" else math.inf, dtype)
         is_last = g.cast(g.op("Equal", value, last), torch.bool, torch.float32)
         all_last = g.cast(reduced(g, "ReduceMin", is_last, axes, keepdim), torch.float32, torch.bool)
-        result = g.op("Where", all_last, last, result)
+        result = g.where(all_last, last, result, dtype)
     if axes and dtype.is_floating_point:
         # 0, or NaN if there is one: the sum of bounded numbers is finite
         bounded = g.op("Clip", value, g.constant(-1, dtype), g.constant(1, dtype))
@@ -168,7 +168,7 @@ def arg_extremum(g: GraphBuilder, x: fx.Node, op_type: str, axis: int | None, ke
         if dtype.is_floating_point:
             nans = g.cast(g.op("IsNaN", value), torch.bool, torch.float32)
             is_spoilt = g.cast(g.op("ReduceMax", nans, g.ints([along]), keepdims=1), torch.float32, torch.bool)
-            index = g.op("Where", is_spoilt, g.op("ArgMax", nans, axis=along, keepdims=1), index)
+            index = g.where(is_spoilt, g.op("ArgMax", nans, axis=along, keepdims=1), index, torch.int64)
     if axis is None:
         return g.op("Reshape", index, g.ints([1] * rank if keepdim else []))
     return index if keepdim else g.op("Squeeze", index, g.ints([along]))

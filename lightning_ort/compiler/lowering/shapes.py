@@ -210,7 +210,7 @@ def diagonal_scatter(
     dtype = dtype_of(node)
     wide = torch.int32 if dtype in (torch.bool, torch.int8, torch.int16) else dtype
     source, flat = g.cast(source, dtype_of(src), wide), g.cast(flat, dtype, wide)
-    chosen = g.cast(g.op("Where", g.constant(mask, torch.bool), source, flat), wide, dtype)
+    chosen = g.cast(g.where(g.constant(mask, torch.bool), source, flat, wide), wide, dtype)
     rank = rank_of(x)
     plane = g.ints([rows, columns])
     head = g.op("Shape", flat, start=0, end=lead)
