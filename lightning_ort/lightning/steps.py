@@ -247,9 +247,11 @@ class CompiledSteps(CompiledMethods):
         Not where something of the user's may wait for gradients on their way. Nothing that a step does in one graph
         can, but for hooks, which the tensors show that have them.
         """
-        self._loss_node, step = None, self.report.step("training_step")
-        if step.as_it_is or self._precision is None:
+        self._loss_node = None
+        turns = self._turns.get("training_step")
+        if self._precision is None or (turns is not None and turns.step.as_it_is):
             return
+        step = self.report.step("training_step")
         if self._backward != self._backward_now():  # somebody has put something in its place since the fit began
             self.expect_backward(self._precision)
         if self._plain_backward and not (step.graph_breaks or step.in_torch):

@@ -292,11 +292,12 @@ class ORTStrategy(EngineOptions, OnDevices):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.model is not self.lightning_module:
+        # with several devices, what reduces gradients waits for them in autograd
+        alone = self.model is self.lightning_module
+        if not alone:
             self._take_in_thawed()
         output = self._call("training_step", self.precision_plugin.train_step_context, *args, **kwargs)
-        # with several devices, what reduces gradients waits for them in autograd
-        if self.model is self.lightning_module:
+        if alone:
             assert self._steps is not None
             self._steps.note_loss(output)
         return output
@@ -324,9 +325,13 @@ class ORTStrategy(EngineOptions, OnDevices):
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
             return self._optimizer_step_by_hand(optimizer, closure, model, **kwargs)
-        with self._hooked_optimizers.stepping(optimizer):
+        if self._hooked_optimizers.idle:
             began = perf_counter()
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        else:
+            with self._hooked_optimizers.stepping(optimizer):
+                began = perf_counter()
+                result = super().optimizer_step(optimizer, closure, model, **kwargs)
         timeline.update_ends(began)
         return result
 

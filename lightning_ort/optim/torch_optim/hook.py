@@ -281,9 +281,17 @@ class HookedOptimizers:
         if wanted is not None:
             self._hook(wanted)
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing of a step of any of them is this package's any more."""
+        for hook in self._hooks:
+            if not hook.idle:
+                return False
+        return bool(self._hooks)
+
     def come_last(self, optimizer: Any) -> None:
         """Have the hook of ``optimizer``, if it has one that does anything, come after all others in the next step."""
-        if self._hooks and all(hook.idle for hook in self._hooks):
+        if self.idle:
             return
         hook = self._hook_of(optimizer)
         if hook is not None:
