@@ -2,7 +2,8 @@
 
 ``python -m tests.fuzz.operators`` goes through the operators of ``torch.testing`` in one element type and prints the
 samples that go otherwise. Names of operators, or beginnings of names, may follow. ``--autocast bfloat16`` runs them
-under that.
+under that; ``--layouts`` transposes their inputs in memory and puts a dropout behind the results, whose numbers eager
+draws in the order in which those lie.
 """
 
 from __future__ import annotations
@@ -37,6 +38,11 @@ _RELATIVE = {
 """By how much an entry may be off, as a share of the largest of its tensor, or"""
 _GROUP_SHARE = 0.05
 """of this share of the largest of all results."""
+# Raw forms, and what eager computes with a factor in float32.
+_OTHER_STRIDES = {
+    "_native_batch_norm_legit", "_batch_norm_with_update", "nn.functional.max_unpool1d", "select_scatter",
+    "nn.functional.hardsigmoid",
+}  # fmt: skip
 _EXACT = dict.fromkeys(_RELATIVE, 0.0)
 
 
@@ -54,10 +60,18 @@ def samples(op: OpInfo, dtype: torch.dtype, count: int, device: str = "cpu") -> 
     return drawn[:: max(len(drawn) // count, 1)][:count]
 
 
-def check(op: OpInfo, sample: SampleInput, *, verify: bool = False, autocast: torch.dtype | None = None) -> str | None:
+def check(
+    op: OpInfo,
+    sample: SampleInput,
+    *,
+    verify: bool = False,
+    autocast: torch.dtype | None = None,
+    layouts: bool = False,
+) -> str | None:
     """What goes otherwise than in eager, in words; ``None`` if nothing does, or if eager refuses the sample.
 
-    Under ``autocast``, what eager leaves as it is has to be as exact as without.
+    Under ``autocast``, what eager leaves as it is has to be as exact as without. With ``layouts``, inputs lie otherwise
+    in memory, and results go through a dropout.
     """
     bounds = _RELATIVE
 
@@ -66,10 +80,13 @@ def check(op: OpInfo, sample: SampleInput, *, verify: bool = False, autocast: to
         x, args, kwargs = pytree.tree_map(lambda v: next(values) if isinstance(v, torch.Tensor) else v, given)
         if op.name.endswith("_"):  # which changes its input, and that may be a leaf
             x = pytree.tree_map(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, x)
-        return op.op(x, *args, **kwargs)
+        result = op.op(x, *args, **kwargs)
+        return pytree.tree_map(_dropped, result) if layouts else result
 
     given = (sample.input, sample.args, sample.kwargs)
     leaves = [v for v in pytree.tree_leaves(given) if isinstance(v, torch.Tensor)]
+    if layouts:
+        leaves = [_transposed(v) for v in leaves]
     if autocast is not None and not all(v.numel() for v in leaves):
         return None  # the way to an empty result is another one, on which something may be cast
     try:
@@ -82,7 +99,8 @@ def check(op: OpInfo, sample: SampleInput, *, verify: bool = False, autocast: to
     if _difference(again, wanted, bounds) is not None:
         return None  # it does not repeat itself
     torch._dynamo.reset()
-    compiled = torch.compile(function, backend="lightning_ort", options={"verify": verify})
+    placement = {"placement": "onnxruntime"} if layouts else {}
+    compiled = torch.compile(function, backend="lightning_ort", options={"verify": verify, **placement})
     try:
         for _ in range(2):  # checked, and not
             problem = _difference(_run(compiled, leaves, autocast), wanted, bounds)
@@ -91,6 +109,21 @@ def check(op: OpInfo, sample: SampleInput, *, verify: bool = False, autocast: to
     except Exception as error:
         return f"{type(error).__name__}: {str(error).strip()[:300]}"
     return None
+
+
+def _transposed(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers in another order in memory, images with their channels last."""
+    if tensor.layout != torch.strided or tensor.dim() < 2:
+        return tensor
+    rank = tensor.dim()
+    places = [0, *range(2, rank), 1] if rank > 3 else [*range(rank - 2), rank - 1, rank - 2]
+    back = [places.index(d) for d in range(rank)]
+    return tensor.detach().permute(places).contiguous().permute(back).requires_grad_(tensor.requires_grad)
+
+
+def _dropped(value: Any) -> Any:
+    is_real = isinstance(value, torch.Tensor) and value.is_floating_point() and value.layout == torch.strided
+    return torch.nn.functional.dropout(value, 0.5) if is_real else value
 
 
 def _run(
@@ -166,6 +199,7 @@ def main() -> None:
         "--first", type=int, default=0, help="operators to leave out before, for several runs side by side"
     )
     parser.add_argument("--autocast", choices=["bfloat16", "float16"])
+    parser.add_argument("--layouts", action="store_true", help="inputs that lie otherwise, and a dropout behind")
     parser.add_argument("--verify", action="store_true", help="with the check of first runs, which must refuse nothing")
     parser.add_argument("--seconds", type=float, default=math.inf)
     options = parser.parse_args()
@@ -184,7 +218,9 @@ def main() -> None:
             for number, sample in enumerate(samples(op, dtype, options.samples, options.device)):
                 if time.monotonic() - start > options.seconds:
                     break
-                problem = check(op, sample, verify=options.verify, autocast=autocast)
+                if options.layouts and op.name in _OTHER_STRIDES:
+                    continue
+                problem = check(op, sample, verify=options.verify, autocast=autocast, layouts=options.layouts)
                 done += 1
                 if problem is not None:
                     failed += 1

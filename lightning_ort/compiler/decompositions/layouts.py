@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from lightning_ort.compiler.decompositions.registry import aten, composes, lies_as_read, lies_in_rows
+from lightning_ort.compiler.decompositions.registry import aten, composes, lies_as_computed, lies_as_read, lies_in_rows
 
 __all__: list[str] = []
 
@@ -22,6 +22,10 @@ lies_as_read(aten.native_batch_norm.default)
 lies_in_rows(
     aten.cummax.default, aten.cummin.default, aten.cumprod.default, aten.logcumsumexp.default, aten.baddbmm.default,
     aten._pad_circular.default,
+)  # fmt: skip
+lies_as_computed(
+    aten.copysign.Tensor, aten.floor_divide.default, aten.div.Tensor_mode, aten.logaddexp.default,
+    aten.heaviside.default,
 )  # fmt: skip
 
 

@@ -6,15 +6,16 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from packaging.version import Version
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 
-# A fake of an image says how it lies as the image would; there is no public name for it.
-from torch._prims_common import suggest_memory_format
+# A fake of an image says how it lies as the image would, and what is computed of fakes lies as it would of tensors;
+# there are no public names for these.
+from torch._prims_common import compute_elementwise_output_logical_to_physical_perm, suggest_memory_format
 
 # Nodes tell what call they are written for, as those of torch's own rewritings do; there is no public name for it.
 from torch.fx.experimental.proxy_tensor import set_original_aten_op
@@ -28,6 +29,7 @@ __all__ = [
     "decomposes",
     "keeps",
     "keeps_if_native",
+    "lies_as_computed",
     "lies_as_read",
     "lies_in_rows",
     "refuse_unless",
@@ -144,7 +146,10 @@ _FAKES: dict[Any, Callable[..., Tensor]] = {}
 """What tells the sizes of results where sizes may be open, which torch's own of some interpolations does not take."""
 
 
-_LAYOUTS: dict[Any, Callable[..., torch.memory_format | None]] = {}
+_Order: TypeAlias = torch.memory_format | tuple[int, ...]
+"""A layout of images, or dimensions from the outermost in memory to the innermost."""
+
+_LAYOUTS: dict[Any, Callable[..., _Order | None]] = {}
 """How results lie where torch's tracing says otherwise, by what is read; ``None``: as it says."""
 
 
@@ -163,6 +168,16 @@ def lies_as_read(overload: Any, when: Callable[..., bool] = lambda *args, **kwar
         when: whether it does with these arguments.
     """
     _LAYOUTS[overload] = lambda image, *args, **kwargs: _order_of(image) if when(image, *args, **kwargs) else None
+
+
+def lies_as_computed(*overloads: Any) -> None:
+    """On the CPU, results lie as of any other operator that computes element by element from what is read."""
+
+    def order(*args: Any, **kwargs: Any) -> _Order:
+        read = torch.broadcast_tensors(*[x for x in args if isinstance(x, Tensor)])
+        return tuple(compute_elementwise_output_logical_to_physical_perm(*read)[0])
+
+    _LAYOUTS.update(dict.fromkeys(overloads, order))
 
 
 def _like(sizes: Sequence[Any], image: Tensor) -> Tensor:
@@ -220,8 +235,10 @@ def _order_of(image: Tensor) -> torch.memory_format:
     return suggest_memory_format(image)
 
 
-def _in_order(results: Any, image: Tensor, order: torch.memory_format) -> Any:
+def _in_order(results: Any, image: Tensor, order: _Order) -> Any:
     """``results`` with those that are images laid out in ``order``."""
+    if isinstance(order, tuple):
+        return results.permute(order).contiguous().permute([order.index(d) for d in range(len(order))])
     if isinstance(results, Tensor):
         return results.contiguous(memory_format=order) if results.dim() == image.dim() else results
     return tuple(_in_order(result, image, order) for result in results)
