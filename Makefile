@@ -90,7 +90,8 @@ test-gpu: $(GPU)/$(STAMP)
 fuzz: $(STOCK)/$(STAMP) $(CPU)/$(STAMP)
 	for build in $(STOCK) $(CPU); do for tester in programs statements operators changes choices containers schedules files options; do \
 		$$build/bin/python -m tests.fuzz.$$tester --seconds $(SECONDS) || exit 1; done; \
-		$$build/bin/python -m tests.fuzz.operators --autocast bfloat16 --seconds $(SECONDS) || exit 1; done
+		$$build/bin/python -m tests.fuzz.operators --autocast bfloat16 --seconds $(SECONDS) || exit 1; \
+		$$build/bin/python -m tests.fuzz.operators --layouts --dtype float64 --seconds $(SECONDS) || exit 1; done
 
 lint: $(STOCK)/$(STAMP)
 	$(STOCK)/bin/ruff format --check .

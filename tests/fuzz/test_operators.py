@@ -20,8 +20,12 @@ pytestmark = pytest.mark.stock_only
             "--autocast",
             "bfloat16",
         ],
+        [
+            *("copysign", "cum", "div", "floor", "heaviside", "logaddexp", "max", "nn.functional.adaptive"),
+            *("nn.functional.interpolate", "nn.functional.batch_norm", "--layouts", "--dtype", "float64"),
+        ],
     ],
-    ids=["types", "autocast"],
+    ids=["types", "autocast", "layouts"],
 )
 def test_operators(options):
     command = [sys.executable, "-m", "tests.fuzz.operators", *options, "--samples", "1"]
