@@ -570,3 +570,34 @@ def test_the_product_in_an_affine_grid_is_cast(dtype, placement):
     got = gradients(lambda t: _under(dtype, other, t), [theta])
     assert_close(got[0], wanted[0], EPS[dtype])
     assert_close(got[1][0], wanted[1][0], 4 * EPS[dtype])
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": lambda x: F.gelu(x.clamp(min=-4)),  # below, little is left of 1 + erf in float32 as well
+    "gelu by tanh": lambda x: F.gelu(x.clamp(min=-4), approximate="tanh"),
+    "mish": F.mish,
+    "silu": F.silu,
+    "elu": F.elu,
+    "selu": F.selu,
+    "celu": lambda x: F.celu(x, 0.7),
+    "softplus": lambda x: F.softplus(x, 3.0, 5.0),
+    "log of sigmoid": F.logsigmoid,
+    "hardswish": F.hardswish,
+    "cross entropy of logits": lambda x: F.binary_cross_entropy_with_logits(x, (x > 0).to(x), reduction="none"),
+}
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_are_rounded_once(name: str, dtype: torch.dtype) -> None:
+    """As torch's kernels do, up to the largest numbers, whose squares and exponentials float16 does not hold."""
+    function = ACTIVATIONS[name]
+    compiled = torch.compile(function, backend="lightning_ort", options={"placement": "onnxruntime", "verify": False})
+    x = torch.cat([torch.randn(40) * scale for scale in (1, 8, 60, 300, 20000)]).clamp(-6e4, 6e4).to(dtype)
+    found = []
+    for f in (function, compiled):
+        leaf = x.clone().requires_grad_()
+        y = f(leaf)
+        found.append((y.detach(), *torch.autograd.grad(y.sum(), leaf)))
+    for wanted, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1.5 * torch.finfo(dtype).eps, atol=2e-7)

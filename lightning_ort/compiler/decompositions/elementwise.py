@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from onnx_ir.tensor_adapters import from_torch_dtype
 from torch import Tensor
 
@@ -38,12 +42,30 @@ def div_mode(x: Tensor, y: Tensor, rounding_mode: str | None = None) -> Tensor:
     return torch.trunc(x / y)
 
 
+def _rounded_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Computes in float32 what is given 16 bits, as the kernels do that it stands for.
+
+    Rounded in between, an exponential or a square would be infinite in float16 far below the largest number.
+    """
+
+    @functools.wraps(function)
+    def rounded_once(*args: Any) -> Any:
+        (dtype, *_) = (x.dtype for x in args if isinstance(x, Tensor))
+        if dtype.itemsize > 2:
+            return function(*args)
+        results = function(*(x.to(torch.float32) if isinstance(x, Tensor) else x for x in args))
+        return pytree.tree_map(lambda x: x.to(dtype), results)
+
+    return rounded_once
+
+
 def _step(x: Tensor) -> Tensor:
     """1 where x > 0, else 0."""
     return (x > 0).to(x.dtype)
 
 
 @decomposes(aten.gelu.default)
+@_rounded_once
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     return x * _gelu_factor(x, approximate)
 
@@ -61,6 +83,7 @@ def _tanh_slope(x: Tensor) -> Tensor:
 
 
 @decomposes(aten.gelu_backward.default)
+@_rounded_once
 def gelu_backward(grad: Tensor, x: Tensor, approximate: str = "none") -> Tensor:
     factor = _gelu_factor(x, approximate)
     if approximate != "tanh":
@@ -73,6 +96,7 @@ def gelu_backward(grad: Tensor, x: Tensor, approximate: str = "none") -> Tensor:
 
 
 @decomposes(aten.silu_backward.default)
+@_rounded_once
 def silu_backward(grad: Tensor, x: Tensor) -> Tensor:
     sigmoid = torch.sigmoid(x)
     return grad * (sigmoid + (x * sigmoid) * (1 - sigmoid))
@@ -104,12 +128,14 @@ def prelu_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Ten
 
 
 @decomposes(aten.elu.default)
+@_rounded_once
 def elu(x: Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Tensor:
     growth = torch.exp(x.clamp(max=0) * input_scale) - 1
     return x.clamp(min=0) * scale + growth * (alpha * scale)
 
 
 @decomposes(aten.elu_backward.default)
+@_rounded_once
 def elu_backward(grad: Tensor, alpha: float, scale: float, input_scale: float, is_result: bool, x: Tensor) -> Tensor:
     if is_result:
         slope = (x.clamp(max=0) + alpha * scale) * input_scale
@@ -122,6 +148,7 @@ def elu_backward(grad: Tensor, alpha: float, scale: float, input_scale: float, i
 
 
 @decomposes(aten.hardswish_backward.default)
+@_rounded_once
 def hardswish_backward(grad: Tensor, x: Tensor) -> Tensor:
     slope = x.clamp(-3, 3) * (1 / 3) + 0.5 - (x >= 3).to(x.dtype) * 0.5
     return torch.where(x <= -3, 0, grad * slope)
@@ -159,6 +186,7 @@ def _is_beyond_precision(x: Tensor, threshold: float) -> bool:
 
 
 @decomposes(aten.softplus.default)
+@_rounded_once
 def softplus(x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
     scaled = x if beta == 1 else x * beta
     smooth = scaled.clamp(min=0) + _log1p_exp_minus_abs(scaled)
@@ -172,6 +200,7 @@ def _slope(x: Tensor) -> Tensor:
 
 
 @decomposes(aten.softplus_backward.default)
+@_rounded_once
 def softplus_backward(grad: Tensor, x: Tensor, beta: float, threshold: float) -> Tensor:
     scaled = x if beta == 1 else x * beta
     smooth = grad * _slope(scaled)
@@ -179,11 +208,13 @@ def softplus_backward(grad: Tensor, x: Tensor, beta: float, threshold: float) ->
 
 
 @decomposes(aten.log_sigmoid_forward.default)
+@_rounded_once
 def log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.clamp(max=0) - _log1p_exp_minus_abs(x), x.new_zeros(0)
 
 
 @decomposes(aten.log_sigmoid_backward.default)
+@_rounded_once
 def log_sigmoid_backward(grad: Tensor, x: Tensor, buffer: Tensor) -> Tensor:
     return grad * _slope(-x)
 
@@ -196,11 +227,13 @@ def _tanh_of_softplus(x: Tensor) -> Tensor:
 
 
 @decomposes(aten.mish.default)
+@_rounded_once
 def mish(x: Tensor) -> Tensor:
     return x * _tanh_of_softplus(x)
 
 
 @decomposes(aten.mish_backward.default)
+@_rounded_once
 def mish_backward(grad: Tensor, x: Tensor) -> Tensor:
     y = _tanh_of_softplus(x)
     return grad * (y + (x * torch.sigmoid(x)) * (1 - y * y))
