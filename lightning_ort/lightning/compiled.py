@@ -10,6 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -38,6 +39,14 @@ _FIRST, _WATCH = 4, 64
 """calls of a step after each of which the memory that is left is looked at, and every how many later on"""
 _DRAWS_WEIGHTS = "it draws the weights of lazy layers, each where eager does; in a graph all are drawn before it runs"
 NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+
+def _codes(module: torch.nn.Module) -> dict[FunctionType, CodeType]:
+    """The functions in the classes of ``module``, of what is in it and of its attributes, and their code."""
+    parts = {type(x) for m in module.modules() for x in (m, *vars(m).values())}
+    members = [x for kind in {c for part in parts for c in part.__mro__} for x in vars(kind).values()]
+    found = [x.fget if isinstance(x, property) else getattr(x, "__func__", x) for x in members]
+    return {function: function.__code__ for function in found if isinstance(function, FunctionType)}
 
 
 def _is_lazy(module: torch.nn.Module) -> bool:
@@ -92,8 +101,9 @@ class CompiledMethods:
         # weakly: what Dynamo keeps with the code of a method has the backend, and no collector sees that way
         backend.on_graph, backend.on_fallback = _weak(self._on_graph), _weak(self._on_fallback)
         self._backend = backend
-        # what of it was compiled, and as what: users may put another method in its place
-        self._compiled: dict[Hashable, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        # what of it was compiled, of what code, and as what: users may put another method, or other code, in its place
+        self._compiled: dict[Hashable, tuple[Callable[..., Any], CodeType | None, Callable[..., Any]]] = {}
+        self._codes: dict[FunctionType, CodeType] = {}
         self._lists = GrowingLists(module)
         self._open_sizes = OpenSizes(module)
         self._begun: Counter[tuple[Hashable, bool]] = Counter()
@@ -113,6 +123,17 @@ class CompiledMethods:
         self._settings.enter_context(checked_distributions())
         self._observer.install()
 
+    def note_edits(self) -> None:
+        """Forget what was compiled if a function of the module's classes has got other code since this was last asked.
+
+        Notebooks with ``%autoreload 2`` write what was edited into the functions that there are. Dynamo watches which
+        function is called, and not its code.
+        """
+        codes = _codes(self.module)
+        if any(codes.get(function, code) is not code for function, code in self._codes.items()):
+            self._compiled.clear()
+        self._codes = codes
+
     def remove(self) -> None:
         """Leave Dynamo as it was."""
         self._observer.remove()
@@ -123,17 +144,17 @@ class CompiledMethods:
         """Call the module's method ``name``."""
         mode, method, sizes = self._mode(name), getattr(self.module, name), NOTHING
         key = mode[0], global_hooks()
-        original, compiled = self._compiled.get(key, (None, None))
+        original, code, compiled = self._compiled.get(key, (None, None, None))
         draws_weights = not self._begun[mode] and _is_lazy(self.module)
         if self._begun[mode] < _BEGINNING:
             sizes = self._open_sizes.expecting(name, (args, kwargs), self._trainer)
             self._begun[mode] += 1
-        if compiled is None or original != method:
+        if compiled is None or original != method or code is not getattr(method, "__code__", None):
             function = self._method(name)
             self._lists.expect(name, function)
             self._just_read = name
             compiled = compiled_apart(function, self._backend)
-            self._compiled[key] = method, compiled
+            self._compiled[key] = method, getattr(method, "__code__", None), compiled
         if draws_weights:
             compiled = torch.compiler.disable(self._method(name), reason=_DRAWS_WEIGHTS)
         outer, self._running = self._running, self.report.step(f"{self._prefix}{name}")
@@ -155,7 +176,7 @@ class CompiledMethods:
                 if left:
                     self._interrupts.release()
                     as_it_is = torch.compiler.disable(self._method(name), reason="it handles errors")
-                    self._compiled[key] = method, as_it_is
+                    self._compiled[key] = method, getattr(method, "__code__", None), as_it_is
                     result = as_it_is(*args, **kwargs)
             self._interrupts.release()
         except BaseException:

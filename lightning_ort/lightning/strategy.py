@@ -185,6 +185,7 @@ class ORTStrategy(EngineOptions, OnDevices):
             self._steps = CompiledSteps(self.lightning_module, self._backend(scaling), self._report)
         self._steps.set_trainer(trainer)
         self._steps.set_optimizers(self.optimizers)
+        self._steps.note_edits()
         self._steps.install()
 
     @override

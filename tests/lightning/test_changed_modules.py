@@ -204,3 +204,76 @@ def test_a_layer_that_is_set_past_the_module_is_not_registered():
     assert [name for name in module.state_dict() if "net" not in name] == []
     assert "teacher" in module.__dict__
     assert "factor" in module.__dict__
+
+
+class Edited(Classifier):
+    """Its parts are what a notebook with ``%autoreload 2`` writes other code into."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("value", self.scaled(self.net(batch[0]).square().mean()) * self.factor)
+
+    def scaled(self, value):
+        return value * self.times(1)
+
+    @staticmethod
+    def times(number):
+        return number
+
+    @property
+    def factor(self):
+        return 1
+
+
+def _edited_step(self, batch, batch_idx):
+    self.log("value", self.scaled(self.net(batch[0]).square().mean()) * 10)
+
+
+EDITS = {
+    "step": (Edited.validation_step, _edited_step),
+    "method": (Edited.scaled, lambda self, value: value * 10),
+    "static method": (Edited.times, lambda number: 10 * number),
+    "property": (Edited.factor.fget, lambda self: 10),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_code_that_is_written_into_a_function_is_noticed(edit, monkeypatch):
+    trainer, module = make_trainer("ort"), Edited()
+    with quiet():
+        (before,) = trainer.validate(module, table(), verbose=False)
+        (again,) = trainer.validate(module, table(), verbose=False)
+        graphs = step_report(trainer, "validation_step").graphs
+        function, other = EDITS[edit]
+        monkeypatch.setattr(function, "__code__", other.__code__)
+        (after,) = trainer.validate(module, table(), verbose=False)
+    assert again == before
+    assert step_report(trainer, "validation_step").graphs > graphs
+    assert after["value"] == pytest.approx(10 * before["value"])
+
+
+class Doubled(Classifier):
+    def training_step(self, batch, batch_idx):
+        return Classifier.training_step(self, batch, batch_idx)
+
+
+def test_other_code_of_a_step_within_a_fit():
+    def doubled(self, batch, batch_idx):
+        return 2 * Classifier.training_step(self, batch, batch_idx)
+
+    class Edit(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            losses.append(float(outputs["loss"]))
+            if batch_idx == 2:
+                Doubled.training_step.__code__ = doubled.__code__
+
+    found = []
+    for strategy in ("auto", "ort"):
+        losses: list[float] = []
+        before = Doubled.training_step.__code__
+        torch.manual_seed(0)
+        with quiet():
+            make_trainer(strategy, max_epochs=1, callbacks=[Edit()]).fit(Doubled(), table())
+        Doubled.training_step.__code__ = before
+        found.append(losses)
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert found[0][3] > 1.5 * found[0][2]
