@@ -49,11 +49,11 @@ def _rounded_once(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(function)
-    def rounded_once(*args: Any) -> Any:
+    def rounded_once(*args: Any, **kwargs: Any) -> Any:
         (dtype, *_) = (x.dtype for x in args if isinstance(x, Tensor))
         if dtype.itemsize > 2:
-            return function(*args)
-        results = function(*(x.to(torch.float32) if isinstance(x, Tensor) else x for x in args))
+            return function(*args, **kwargs)
+        results = function(*(x.to(torch.float32) if isinstance(x, Tensor) else x for x in args), **kwargs)
         return pytree.tree_map(lambda x: x.to(dtype), results)
 
     return rounded_once

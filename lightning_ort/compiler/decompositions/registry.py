@@ -218,13 +218,14 @@ def composites(*, native: bool = False) -> Iterator[None]:
             overload._dispatch_cache.clear()
 
 
-def _as_it_lies(overload: Any, order_of: Callable[..., Any], image: Tensor, *args: Any, **kwargs: Any) -> Any:
-    order = order_of(image, *args, **kwargs) if image.device.type == "cpu" else None
+def _as_it_lies(overload: Any, order_of: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    on_cpu = all(x.device.type == "cpu" for x in args if isinstance(x, Tensor))
+    order = order_of(*args, **kwargs) if on_cpu else None
     if order is None:
         return NotImplemented
     with torch._C._DisablePythonDispatcher():
-        results = overload(image, *args, **kwargs)
-    return _in_order(results, image, order)
+        results = overload(*args, **kwargs)
+    return _in_order(results, args[0], order)
 
 
 def _order_of(image: Tensor) -> torch.memory_format:
