@@ -50,7 +50,7 @@ DYNAMO_SETTINGS = {
     # of one function for all that is compiled apart; each has a limit of its own
     "accumulated_recompile_limit": 10_000,
     # what changes objects would be described for a log, with the whole stack each time
-    # each call of compiled code would enter and leave a span for torch's profiler, which takes as long as its guards
+    # each call of compiled code would make two more, to enter and leave a span of torch's profiler
     **({"record_runtime_overhead": False} if hasattr(torch._dynamo.config, "record_runtime_overhead") else {}),
     **({"side_effect_replay_policy": "silent"} if hasattr(torch._dynamo.config, "side_effect_replay_policy") else {}),
     **plain_values.SETTINGS,

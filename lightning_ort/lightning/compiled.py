@@ -144,17 +144,18 @@ class CompiledMethods:
         """Call the module's method ``name``."""
         mode, method, sizes = self._mode(name), getattr(self.module, name), NOTHING
         key = mode[0], global_hooks()
-        original, code, compiled = self._compiled.get(key, (None, None, None))
+        code = getattr(method, "__code__", None)
+        original, original_code, compiled = self._compiled.get(key, (None, None, None))
         draws_weights = not self._begun[mode] and _is_lazy(self.module)
         if self._begun[mode] < _BEGINNING:
             sizes = self._open_sizes.expecting(name, (args, kwargs), self._trainer)
             self._begun[mode] += 1
-        if compiled is None or original != method or code is not getattr(method, "__code__", None):
+        if compiled is None or original != method or original_code is not code:
             function = self._method(name)
             self._lists.expect(name, function)
             self._just_read = name
             compiled = compiled_apart(function, self._backend)
-            self._compiled[key] = method, getattr(method, "__code__", None), compiled
+            self._compiled[key] = method, code, compiled
         if draws_weights:
             compiled = torch.compiler.disable(self._method(name), reason=_DRAWS_WEIGHTS)
         outer, self._running = self._running, self.report.step(f"{self._prefix}{name}")
@@ -176,7 +177,7 @@ class CompiledMethods:
                 if left:
                     self._interrupts.release()
                     as_it_is = torch.compiler.disable(self._method(name), reason="it handles errors")
-                    self._compiled[key] = method, getattr(method, "__code__", None), as_it_is
+                    self._compiled[key] = method, code, as_it_is
                     result = as_it_is(*args, **kwargs)
             self._interrupts.release()
         except BaseException:

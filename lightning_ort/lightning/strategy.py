@@ -326,13 +326,9 @@ class ORTStrategy(EngineOptions, OnDevices):
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
             return self._optimizer_step_by_hand(optimizer, closure, model, **kwargs)
-        if self._hooked_optimizers.idle:
+        with self._hooked_optimizers.stepping(optimizer):
             began = perf_counter()
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        else:
-            with self._hooked_optimizers.stepping(optimizer):
-                began = perf_counter()
-                result = super().optimizer_step(optimizer, closure, model, **kwargs)
         timeline.update_ends(began)
         return result
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
+
 from lightning_ort.runtime.providers.cpu import chooses_slowly, chosen_by_bits
 
 __all__ = ["BLOCKS", "DIFFERENT", "INPLACE", "OPERATIONS", "Operation"]
@@ -351,7 +353,7 @@ DIFFERENT = {
     # eager's loss of no rows is memory that nobody has written
     "F.multi_margin_loss(": ("empty",),
     # products with masks, where choosing is slow and bits of floats cannot be read
-    **({} if len(chosen_by_bits()) > 2 or not chooses_slowly() else {"F.threshold(": ("nan", "inf")}),
+    **({} if torch.float32 in chosen_by_bits() or not chooses_slowly() else {"F.threshold(": ("nan", "inf")}),
 }
 """Kinds of data with which eager and ONNX Runtime differ for good, by operation: programs are run without them."""
 

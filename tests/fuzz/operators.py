@@ -38,7 +38,7 @@ _RELATIVE = {
 """By how much an entry may be off, as a share of the largest of its tensor, or"""
 _GROUP_SHARE = 0.05
 """of this share of the largest of all results."""
-# Raw forms, and what eager computes with a factor in float32.
+# With inputs that lie otherwise: of these the results do too, and eager's gradient of hardsigmoid has a float32 factor.
 _OTHER_STRIDES = {
     "_native_batch_norm_legit", "_batch_norm_with_update", "nn.functional.max_unpool1d", "select_scatter",
     "nn.functional.hardsigmoid",

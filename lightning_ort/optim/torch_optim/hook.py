@@ -284,10 +284,7 @@ class HookedOptimizers:
     @property
     def idle(self) -> bool:
         """Whether nothing of a step of any of them is this package's any more."""
-        for hook in self._hooks:
-            if not hook.idle:
-                return False
-        return bool(self._hooks)
+        return bool(self._hooks) and all(hook.idle for hook in self._hooks)
 
     def come_last(self, optimizer: Any) -> None:
         """Have the hook of ``optimizer``, if it has one that does anything, come after all others in the next step."""
@@ -297,9 +294,12 @@ class HookedOptimizers:
         if hook is not None:
             hook.come_last()
 
-    @contextlib.contextmanager
-    def stepping(self, optimizer: Any) -> Iterator[None]:
+    def stepping(self, optimizer: Any) -> contextlib.AbstractContextManager[None]:
         """A step of ``optimizer`` comes. One that raises calls no post-hook: groups and threads are given back here."""
+        return contextlib.nullcontext() if self.idle else self._stepping(optimizer)
+
+    @contextlib.contextmanager
+    def _stepping(self, optimizer: Any) -> Iterator[None]:
         self.come_last(optimizer)
         try:
             yield
