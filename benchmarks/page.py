@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from collections.abc import Sequence
@@ -126,6 +127,7 @@ def with_results(page: str, results: str) -> str:
 
 def main() -> None:
     """Write the pages and their pictures."""
+    argparse.ArgumentParser("python -m benchmarks.page", description=__doc__).parse_args()
     # only this needs matplotlib
     from benchmarks.pictures import draw
 
