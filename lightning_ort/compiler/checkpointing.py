@@ -10,9 +10,10 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import fx
+from torch._guards import TracingContext
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
-from lightning_ort.compiler.dynamo_words import name_of_source
+from lightning_ort.compiler.dynamo_words import name_of_source, user_frame
 
 __all__ = ["CheckpointTracer", "as_in_eager", "first_draws"]
 
@@ -67,7 +68,17 @@ _RUNS = itertools.count()
 
 
 class CheckpointTracer(fx.Interpreter):
-    """Executes a region to be traced; nodes of checkpointed layers say which execution they belong to."""
+    """Executes a region to be traced; nodes of checkpointed layers say which execution they belong to.
+
+    What is assumed of a size or a number on the way is an assumption of the user's line.
+    """
+
+    def run_node(self, n: fx.Node) -> Any:
+        frame = user_frame(n)
+        if frame is None:
+            return super().run_node(n)
+        with TracingContext.current_frame(frame):
+            return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is not _checkpointed:

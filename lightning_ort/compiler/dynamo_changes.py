@@ -61,7 +61,7 @@ def changing(call: Callable[..., Any]) -> Callable[..., Any]:
         if self.fn not in _ASKING and any(_computes_otherwise(known(a)) for a in args):
             _leave(self, args)
         # the arithmetic of symbols takes such a remainder for a whole number
-        if self.fn in _REMAINDERS and any(_is_open(known(a), float) for a in args):
+        if self.fn in _REMAINDERS and _is_float_that_changes(args):
             leave_to_python(f"{self.fn.__name__} of a float that changes")
         if goes or (in_place and len(args) == 2 and _is_lost(self.fn, *map(known, args))):
             _leave(self, args)
@@ -85,7 +85,8 @@ def _breaking_at_operators(run: Callable[..., None]) -> Callable[..., None]:
     breaking = break_graph_if_unsupported(push=True, msg_prefix="an operator between objects")(run)
 
     def binary_op(self: Any, instruction: Any) -> None:
-        (breaking if any(map(_is_object, self.stack[-2:])) else run)(self, instruction)
+        both = self.stack[-2:]
+        (breaking if any(map(_is_object, both)) or _is_float_that_changes(both) else run)(self, instruction)
 
     return binary_op
 
@@ -114,6 +115,13 @@ def _computes_otherwise(there: Any) -> bool:
 def _is_open(there: Any, kind: type) -> bool:
     """Whether it is a number of that type that changes."""
     return isinstance(there, SymNodeVariable) and there.python_type() is kind
+
+
+def _is_float_that_changes(args: Any) -> bool:
+    """Whether what is computed of these numbers is one."""
+    there = [*map(known, args)]
+    is_open = any(_is_open(a, float) or _is_open(a, int) for a in there)
+    return is_open and any(_is_open(a, float) or type(getattr(a, "value", None)) is float for a in there)
 
 
 def _leave(function: Any, args: Any) -> NoReturn:

@@ -10,7 +10,8 @@ the graph of another one. They get guards here:
 * attributes and entries that were found missing, as by ``try: ... except AttributeError``, also of functions;
 * methods of classes, which may be replaced by others, and what ``isinstance`` says of a ``Protocol``;
 * what ``os.getenv`` finds;
-* numbers with a fraction that change, and are infinite in another step, or that a graph holds.
+* numbers with a fraction that change, and are infinite in another step; how they are computed is in
+  :mod:`.exact_floats`.
 """
 
 from __future__ import annotations
@@ -21,10 +22,9 @@ import inspect
 import logging
 import math
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import sympy
 from torch import nn
 
 # Private: guards have no public name.
@@ -44,11 +44,11 @@ from torch._dynamo.variables.misc import PythonModuleVariable
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
-from torch.fx.experimental.sym_node import SymNode
 
 from lightning_ort.compiler.dynamo_changes import CHANGES
 from lightning_ort.compiler.dynamo_comparisons import COMPARISONS, known, watch
 from lightning_ort.compiler.dynamo_contents import CONTENTS
+from lightning_ort.compiler.exact_floats import EXACT_FLOATS
 from lightning_ort.compiler.global_state import forget_frames
 
 __all__ = ["MENDS"]
@@ -248,36 +248,6 @@ def _is_finite(guards: GuardBuilder, guard: Any) -> None:
     watch(guards, guard, math.isfinite, "{} is finite")
 
 
-def _guarding_what_floats_are_made_of(settle: Callable[..., float]) -> Callable[..., float]:
-    """A float that a graph holds as a number, such as the rate of dropout in ``0.1 + 0.01 * min(batch_idx, 5)``.
-
-    The arithmetic of symbols rounds otherwise than Python's, so that a guard on the float may fail at once, or be taken
-    for decided by the range that the float can have, and be left out. Integers are exact.
-    """
-
-    def guard_float(self: SymNode, file: str, line: int) -> float:
-        if self.shape_env is None or not isinstance(self.hint, float):
-            return settle(self, file, line)
-        parts = [*_whole_numbers(self.expr)]
-        for part in parts:
-            self.shape_env.evaluate_expr(part)
-        others = self.expr.free_symbols.difference(*(part.free_symbols for part in parts))
-        return settle(self, file, line) if others or not parts else self.hint
-
-    return guard_float
-
-
-def _whole_numbers(expression: sympy.Expr) -> Iterator[sympy.Expr]:
-    """The largest integers of which ``expression`` is computed."""
-    # the remainder of floats says of itself that it is whole
-    if expression.is_integer and all(argument.is_integer for argument in expression.args):
-        if expression.free_symbols:
-            yield expression
-    else:
-        for argument in expression.args:
-            yield from _whole_numbers(argument)
-
-
 def _forgetting(describe: Callable[..., str]) -> Callable[..., str]:
     """What Dynamo does last with an error by which it leaves a function to Python."""
 
@@ -320,6 +290,7 @@ _ALL: list[tuple[Any, str, Callable[..., Callable[..., Any]]]] = [
     *COMPARISONS,
     *CONTENTS,
     *CHANGES,
+    *EXACT_FLOATS,
     (builder, "make_dupe_guard", _guarding_both),
     (LazyVariableTracker, "is_hashable_lazy", _looked_at),
     (convert_frame, "format_error_msg", _forgetting),
@@ -338,7 +309,6 @@ _ALL: list[tuple[Any, str, Callable[..., Callable[..., Any]]]] = [
     (ConstDictVariable, "getitem_const_raise_exception_if_absent", _guarding_absence_of_keys),
     (VariableBuilder, "wrap_symfloat", _guarding_finiteness),
     (TensorVariable, "method_requires_grad_", _by_conditions),
-    (SymNode, "guard_float", _guarding_what_floats_are_made_of),
     (DunderDictVariable, "install_dict_contains_guard", lambda original: _guard_name),
     (DunderDictVariable, "install_dict_keys_match_guard", lambda original: _guard_names),
 ]

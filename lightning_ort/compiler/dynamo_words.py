@@ -4,6 +4,7 @@ where it found what a graph reads."""
 from __future__ import annotations
 
 import re
+import traceback
 from typing import Any
 
 from torch import fx
@@ -11,7 +12,16 @@ from torch import fx
 from lightning_ort.report import GraphBreak
 from lightning_ort.validation import first_line
 
-__all__ = ["compiled_again", "function_name", "graph_break", "name_of_source", "source_line", "source_of", "why"]
+__all__ = [
+    "compiled_again",
+    "function_name",
+    "graph_break",
+    "name_of_source",
+    "source_line",
+    "source_of",
+    "user_frame",
+    "why",
+]
 
 _MANUAL = "manual optimization"
 _EXPECTED = (
@@ -94,7 +104,7 @@ def compiled_again(text: str) -> str:
     size = re.fullmatch(r"tensor '(.+)' size mismatch at index (\d+)\. expected (\d+), actual (\d+)", guard)
     if size:
         return f"size {size[2]} of {_name(size[1])} was {size[3]} and is {size[4]}"
-    if not comments:
+    if not comments or comments[0].startswith("("):  # a line of torch's or ours alone
         return _name(guard)
     return f"not any more: {_name(guard)} ({comments[0].strip()})"
 
@@ -118,11 +128,17 @@ def name_of_source(placeholder: fx.Node) -> str:
 
 def source_line(node: fx.Node) -> str:
     """``file:line, code`` of the user's call behind an fx node, or an empty string."""
+    frame = user_frame(node)
+    return "" if frame is None else f"{frame.filename}:{frame.lineno}: {frame.line}"
+
+
+def user_frame(node: fx.Node) -> traceback.FrameSummary | None:
+    """The user's call behind an fx node."""
     trace = node.meta.get("stack_trace") or ""
     lines = [line.strip() for line in trace.splitlines()]
     for i in range(len(lines) - 1, -1, -1):
         match = re.match(r'File "(.+)", line (\d+), in (\S+)', lines[i])
         if match:
             code = lines[i + 1] if i + 1 < len(lines) else ""
-            return f"{match[1]}:{match[2]}: {code}"
-    return ""
+            return traceback.FrameSummary(match[1], int(match[2]), match[3], lookup_line=False, line=code)
+    return None

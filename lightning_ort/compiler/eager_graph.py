@@ -169,8 +169,10 @@ _ATTRIBUTES: weakref.WeakKeyDictionary[type, list[str]] = weakref.WeakKeyDiction
 def _attributes(kind: type) -> list[str]:
     names = _ATTRIBUTES.get(kind)
     if names is None:
-        # the latter is a torch.autograd.Function's
-        names = [name for name in dir(kind) if name.startswith("_saved_") or name == "saved_tensors"]
+        there = dir(kind)
+        # Of tensors there is a raw form as well. A number is not to be read: one that changes would be settled by that.
+        names = [name for name in there if name.startswith("_saved_") and f"_raw{name}" in there]
+        names += [name for name in there if name == "saved_tensors"]  # a torch.autograd.Function's
         _ATTRIBUTES[kind] = names
     return names
 

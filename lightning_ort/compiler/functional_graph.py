@@ -26,6 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx, maybe_enable_thunkify
 
 from lightning_ort.compiler import decompositions
 from lightning_ort.compiler.decompositions.registry import composites
+from lightning_ort.compiler.exact_floats import exact_floats
 from lightning_ort.compiler.global_state import closing_dual_level
 
 __all__ = [
@@ -190,6 +191,7 @@ def _graph(
         stack.enter_context(mode)
         stack.enter_context(enable_python_dispatcher())
         stack.enter_context(composites(native=native))
+        stack.enter_context(exact_floats())
         if plain_attention:
             stack.enter_context(plain_kernels())
         stack.enter_context(fx.traceback.preserve_node_meta())

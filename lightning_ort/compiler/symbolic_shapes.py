@@ -13,6 +13,8 @@ from sympy.printing.pycode import PythonCodePrinter
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from lightning_ort.compiler.exact_floats import FUNCTIONS
+
 __all__ = ["Sizes", "UnknownSize", "entries_in_order", "hint", "is_number", "open_dims"]
 
 Number = Any  # int, float or their symbolic counterparts
@@ -48,7 +50,7 @@ _FUNCTIONS: dict[str, Any] = {
     "BitwiseFn_bitwise_xor": operator.xor,
 }
 _OF_MATH = ("acos", "asin", "asinh", "atan", "cos", "cosh", "exp", "log", "log2", "sin", "sinh", "sqrt", "tan", "tanh")
-_FUNCTIONS |= {f"OpaqueUnaryFn_{name}": getattr(math, name) for name in _OF_MATH}
+_FUNCTIONS |= FUNCTIONS | {f"OpaqueUnaryFn_{name}": getattr(math, name) for name in _OF_MATH}
 
 
 def open_dims(tensor: torch.Tensor) -> set[int]:
@@ -83,6 +85,7 @@ class Sizes:
 
     def __init__(self, inputs: Sequence[fx.Node]) -> None:
         self._sources: dict[sympy.Symbol, tuple[int, int | None]] = {}
+        self._floats: set[sympy.Symbol] = set()  # of those, what arrives as a tensor of that number
         for i, node in enumerate(inputs):
             val = node.meta["val"]
             if isinstance(val, (torch.SymInt, torch.SymFloat)):
@@ -92,11 +95,20 @@ class Sizes:
             if isinstance(val, torch.Tensor):
                 for d, size in enumerate(val.shape):
                     self._learn(size, i, d)
+        for i, node in enumerate(inputs):
+            for user in node.users:
+                if user.target is torch.ops.aten._local_scalar_dense.default and node.meta["val"].device.type == "cpu":
+                    symbol = self._learn(user.meta["val"], i, None)
+                    if symbol is not None:
+                        self._floats.add(symbol)
 
-    def _learn(self, number: Number, index: int, dim: int | None) -> None:
+    def _learn(self, number: Number, index: int, dim: int | None) -> sympy.Symbol | None:
+        """Remember where the symbol ``number`` is found; give it if that was not known."""
         expression = _expression(number)
-        if isinstance(expression, sympy.Symbol):
-            self._sources.setdefault(expression, (index, dim))
+        if not isinstance(expression, sympy.Symbol) or expression in self._sources:
+            return None
+        self._sources[expression] = index, dim
+        return expression
 
     def evaluator(self, numbers: Sequence[Number]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
         """A function from the inputs of a run to the values of ``numbers``.
@@ -118,7 +130,15 @@ class Sizes:
         def evaluate(inputs: Sequence[Any]) -> tuple[Any, ...]:
             return tuple(function(*[inputs[i] if d is None else inputs[i].shape[d] for i, d in sources]))
 
-        return evaluate
+        floats = [s in self._floats for s in symbols]
+        if not any(floats):
+            return evaluate
+
+        def evaluate_with_floats(inputs: Sequence[Any]) -> tuple[Any, ...]:
+            found = [inputs[i] if d is None else inputs[i].shape[d] for i, d in sources]
+            return tuple(function(*[x.item() if f else x for x, f in zip(found, floats, strict=True)]))
+
+        return evaluate_with_floats
 
 
 class _Printer(PythonCodePrinter):

@@ -47,6 +47,11 @@ USES = [
     "x.repeat(1 + int(abs({e})) % 2, 1)", "x * {{0: 1.0, 1: 2.0}}.get(int({e}) % 3, 4.0)", "x.select(1, int({e}) % 4)",
     "x.narrow(1, 0, 1 + int(abs({e})) % 4)", "torch.linspace(0, {e}, 3)", "F.layer_norm(x, (4,), eps=abs({e}) + 1e-3)",
     "x.chunk(1 + int(abs({e})) % 2, 1)[0]", "x * len(str(int({e})))", "F.elu(x, alpha=abs({e}) + 0.1)",
+    # of which the last digit decides
+    "x * (2.0 if {e} * 10 >= {d} else 0.5)", "x * (2.0 if {d} + {e} - {d} == {e} else 0.5)", "x * int({e} * 10)",
+    "x * (2.0 if {e} * 3 - {e} == 2 * {e} else 0.5)", "x + math.floor((1 - {e} / 10) * 10)",
+    "x.abs() ** (1 + abs({e}))", "x.lerp(x + 1, {e})", "F.leaky_relu(x, 0.3 * {e})",
+    "x[:, : 1 + int((1 - {e} * 0.1) * 10) % 4]",
 ]  # fmt: skip
 """Steps with numbers in the places of ``{e}`` and ``{d}``."""
 _CALLS = [0, 1, 2, 3, 4, 5, 6, 2, 0, 9, 3, 1]

@@ -25,6 +25,14 @@ FOUND = [
     "x * (3.0 if (0.1 * i) // 0.1 > 2 else 2.0)",
     "x * divmod(0.3 * i, 1.0)[1]",
     "x.narrow(1, 0, 1 + int(abs(0.3333333333333333 * i)) % 4)",
+    "x * {0: 1.0, 1: 2.0}.get(int(math.exp(-(i % 2.1))), 4.0)",
+    "F.huber_loss(x, x * 0, delta=0.1 + 0.1 * min(int(i % 1.29), 2))",
+    "x * [1.0, 2.0, 3.0][int(i % (1 + math.exp(-10)))]",
+    "x * (2.0 if s.part * 3 - s.part == 2 * s.part else 0.5)",
+    "x * (2.0 if (s.part + 0.1) * 10 >= i else 0.5)",
+    "x * int((1 - i / 10) * 10)",
+    "x * float(int((1 - i * 0.1) * 10))",
+    "F.dropout(x, 0.3 * (0.9 * abs(s.part)), True)",
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import math
 import types
 
 import numpy as np
@@ -66,6 +67,118 @@ def test_numbers_that_a_graph_holds(name, placement):
     for a, b in zip(eager.module.parameters(), other.module.parameters(), strict=True):
         torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-12)
     assert step_report(other.trainer, "training_step").graphs > 1
+
+
+class Decided(Scheduled):
+    """The last digit of a float decides, or is kept."""
+
+    def __init__(self, factor_of):
+        super().__init__(None)
+        self.factor_of, self.count, self.part, self.kept = factor_of, 0, 0.0, []
+
+    def training_step(self, batch, index):
+        self.count += 1
+        self.part += 0.1
+        factor = self.factor_of(self)
+        self.kept.append(factor)
+        return (self.net(batch[0]) * factor).square().mean()
+
+
+LAST_DIGITS = {
+    "at least": lambda m: 2.0 if m.part * 10 >= m.count else 1.0,
+    "equal": lambda m: 2.0 if m.part * 3 - m.part == 2 * m.part else 1.0,
+    "difference": lambda m: 2.0 if (m.part + 0.1) - m.part == 0.1 else 1.0,
+    "whole": lambda m: int((1 - m.count / 10) * 10),
+    "whole, of steps": lambda m: int((1 - m.global_step / 10) * 10),
+    "whole, of a product": lambda m: int((1 - m.count * 0.1) * 10),
+    "floor": lambda m: float(math.floor(m.part * 10)),
+    "product": lambda m: 0.3 * (0.9 * m.part) + abs(m.part - m.count * 0.1),
+    "square": lambda m: (m.part * 3) ** 2 - 9 * m.part**2 + 1,
+    "exp": lambda m: math.exp(-5 * (1 - min(m.global_step / 10, 1)) ** 2),
+    "log": lambda m: math.log(1 + m.count) + math.log(1 + m.part),
+}
+
+
+@pytest.mark.parametrize("name", LAST_DIGITS)
+def test_floats_are_computed_as_python_computes_them(name):
+    """Symbols would be simplified: ``(1 - k / 10) * 10`` to ``10 - k``, which is another number in its last digit."""
+    from lightning_ort import ORTStrategy
+
+    eager, other = (
+        fit(lambda: Decided(LAST_DIGITS[name]), table, strategy=s, max_epochs=3, precision="64-true")
+        for s in ("auto", ORTStrategy(placement="onnxruntime"))
+    )
+    assert other.module.kept == eager.module.kept
+    assert len({*eager.module.kept}) > 1
+    for a, b in zip(eager.module.parameters(), other.module.parameters(), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-12)
+    step = step_report(other.trainer, "training_step")
+    assert step.graphs <= 3
+    assert not step.in_torch
+
+
+ERRORS = {
+    "quotient of floats": (ZeroDivisionError, lambda m: 1 / (3.0 - m.count)),
+    "quotient of integers": (ZeroDivisionError, lambda m: 1 / (3 - m.count)),
+    "remainder": (ZeroDivisionError, lambda m: 5 % (3 - m.count)),
+    "power": (ZeroDivisionError, lambda m: (3.0 - m.count) ** -1),
+    "exp": (OverflowError, lambda m: math.exp(1e4 * (m.count - 3) + 720)),
+    "log": (ValueError, lambda m: math.log(3 - m.count)),
+    "sqrt": (ValueError, lambda m: math.sqrt(2.5 - m.count)),
+    "acos": (ValueError, lambda m: math.acos(m.count / 2)),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_numbers_without_a_value_are_errors(name):
+    """A graph that was made for another number would go on with infinity, and the weights be NaN."""
+    error, factor_of = ERRORS[name]
+    modules = []
+
+    def make():
+        modules.append(Decided(factor_of))
+        return modules[-1]
+
+    for strategy in ("auto", "ort"):
+        with pytest.raises(error):
+            fit(make, table, strategy=strategy, precision="64-true")
+    eager, other = modules
+    assert other.count == eager.count == 3
+    assert other.kept == eager.kept
+    torch.testing.assert_close(other.net.weight, eager.net.weight, rtol=1e-9, atol=1e-12)
+
+
+OPEN = {
+    "leaky_relu": lambda m, x, i: F.leaky_relu(x, 0.3 * m.part).square().mean(),
+    "clamp": lambda m, x, i: x.clamp(-m.part, 2 * m.part).square().mean(),
+    "pow": lambda m, x, i: (x.abs() + 0.1).pow(1 + m.part).mean(),
+    "lerp": lambda m, x, i: torch.lerp(x, x.flip(0), m.part).square().mean(),
+    "elu": lambda m, x, i: F.elu(x, alpha=m.part).square().mean(),
+    "softplus": lambda m, x, i: F.softplus(x, beta=1 + m.part).mean(),
+    "pow of a count": lambda m, x, i: (0.1 * x).pow(1 + m.global_step % 4).mean(),
+}
+
+
+class Open(Scheduled):
+    def on_train_batch_start(self, batch, index):
+        self.part = 0.9 ** (self.global_step + 1)
+
+
+@pytest.mark.parametrize("name", OPEN)
+@pytest.mark.parametrize("placement", ["onnxruntime", "torch"])
+def test_numbers_of_operators_stay_open(name, placement):
+    """Nothing is compiled again for each of their values."""
+    from lightning_ort import ORTStrategy
+
+    eager, other = (
+        fit(lambda: Open(OPEN[name]), table, strategy=s, max_epochs=3, precision="64-true")
+        for s in ("auto", ORTStrategy(placement=placement))
+    )
+    for a, b in zip(eager.module.parameters(), other.module.parameters(), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-12)
+    step = step_report(other.trainer, "training_step")
+    assert step.graphs <= 2
+    assert not step.in_torch
 
 
 class Counts(Scheduled):

@@ -173,8 +173,10 @@ def lies_as_read(overload: Any, when: Callable[..., bool] = lambda *args, **kwar
 def lies_as_computed(*overloads: Any) -> None:
     """On the CPU, results lie as of any other operator that computes element by element from what is read."""
 
-    def order(*args: Any, **kwargs: Any) -> _Order:
+    def order(*args: Any, **kwargs: Any) -> _Order | None:
         read = torch.broadcast_tensors(*[x for x in args if isinstance(x, Tensor)])
+        if not read:  # of two numbers
+            return None
         return tuple(compute_elementwise_output_logical_to_physical_perm(*read)[0])
 
     _LAYOUTS.update(dict.fromkeys(overloads, order))

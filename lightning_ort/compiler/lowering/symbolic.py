@@ -10,6 +10,7 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
+from lightning_ort.compiler.exact_floats import float_exp, float_log
 from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, shape_of
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
 from lightning_ort.compiler.symbolic_shapes import entries_in_order
@@ -137,13 +138,15 @@ for _function, _op in {math.ceil: "Ceil", math.floor: "Floor", math.trunc: "", t
     lowers(_function)(_rounding(_op))
 
 
-def _sym_sqrt(g: GraphBuilder, node: fx.Node, a: Any) -> ir.Value:
-    return g.op("Sqrt", g.operand(a, torch.float64))
+def _of_float(op_type: str) -> Any:
+    def lower(g: GraphBuilder, node: fx.Node, a: Any) -> ir.Value:
+        return g.op(op_type, g.operand(a, torch.float64))
+
+    return lower
 
 
-for _name in ("_sym_sqrt",):
-    if hasattr(torch, _name):
-        lowers(getattr(torch, _name))(_sym_sqrt)
+for _function_of_float, _op in {torch.sym_sqrt: "Sqrt", float_exp: "Exp", float_log: "Log"}.items():
+    lowers(_function_of_float)(_of_float(_op))
 
 
 @lowers(aten._local_scalar_dense.default)
