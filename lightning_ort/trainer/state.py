@@ -113,6 +113,7 @@ class TrainerState:
         Warns:
             UserWarning: the model, the optimizer or the counters are missing altogether.
         """
+        self._take_in_thawed()
         _check_state(self, state_dict, strict=strict)
         _load_state(self, state_dict)
         self._lightning = {}
@@ -120,6 +121,10 @@ class TrainerState:
         self._accumulated = 0
         self._loads += 1
         self._replicated = self._processes is None
+
+    def _take_in_thawed(self) -> None:
+        """Train weights, too, that did not want gradients when the trainer was made."""
+        raise NotImplementedError
 
     def _replicate(self) -> None:
         """Give all processes the state of rank 0 before the first step, and before the first one after a loading."""

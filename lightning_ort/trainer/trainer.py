@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 import warnings
@@ -12,6 +13,7 @@ import onnx
 import onnx_ir as ir
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_ort.amp import DynamicLossScaler, LossScaler
 from lightning_ort.compiler.aot.inputs import input_type
@@ -102,20 +104,20 @@ class ORTTrainer(TrainerState):
         sessions = SessionFactory(runtime, self._device)
         self._combined.to(self._device)
         self._weights = self._all_weights(module)
-        trained = self._freeze()
+        self._freeze()
         self._parameters = [*self._combined.parameters()]
-        clip, guard = self.options.utils.grad_norm_clip, bool(mixed.enabled)
         distributed = self.options.distributed
-        self._optimizer = Optimizer(
+        self._make_optimizer = functools.partial(
+            Optimizer,
             optim_config,
-            trained,
-            self._weights,
-            sessions,
-            clip=clip,
-            guard=guard,
+            known=self._weights,
+            sessions=sessions,
+            clip=self.options.utils.grad_norm_clip,
+            guard=bool(mixed.enabled),
             processes=self._processes,
             share=bool(distributed.deepspeed_zero_optimization.stage),
         )
+        self._optimizer = self._make_optimizer(params=self._trained())
         # gradients of each step, or of those that make one update
         self._combines_each = self._processes is not None and not distributed.allreduce_post_accumulation
         self._files = GraphFiles(self.options)
@@ -170,13 +172,34 @@ class ORTTrainer(TrainerState):
         given = self.options.utils.frozen_weights
         return [same.get(n, n) if isinstance(n, str) and n not in self._weights else n for n in given]
 
-    def _freeze(self) -> dict[str, nn.Parameter]:
-        """Take the frozen weights out of the gradients; the weights that are trained."""
-        params = {n: t for n, t in self._weights.items() if isinstance(t, nn.Parameter)}
+    def _freeze(self) -> None:
+        """Take the frozen weights out of the gradients."""
         for name in self._frozen():
-            if name in params:
-                params[name].requires_grad_(False)
-        return {name: p for name, p in params.items() if p.requires_grad}
+            weight = self._weights.get(name)
+            if isinstance(weight, nn.Parameter):
+                weight.requires_grad_(False)
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """The weights that want gradients."""
+        return {n: t for n, t in self._weights.items() if isinstance(t, nn.Parameter) and t.requires_grad}
+
+    @override
+    def _take_in_thawed(self) -> None:
+        known = {*self._optimizer.names(), *self._frozen()}
+        thawed = [name for name in self._trained() if name not in known]
+        if not thawed:
+            return
+        if self._processes is not None:
+            raise RuntimeError(
+                f"{listed(thawed)} had requires_grad=False when this ORTTrainer was made, and want gradients now. "
+                "Several processes train what they have agreed on then: make another ORTTrainer of the model, and give "
+                "it the state_dict() of this one."
+            )
+        names = {*self._optimizer.names(), *thawed}
+        trained = {n: t for n, t in self._weights.items() if n in names and isinstance(t, nn.Parameter)}
+        optimizer = self._make_optimizer(params=trained)
+        optimizer.load(self._optimizer.state())
+        self._optimizer = optimizer
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -196,8 +219,9 @@ class ORTTrainer(TrainerState):
         Raises:
             AssertionError: missing, surplus or unknown inputs; sizes of one name that differ; no loss is described.
             AttributeError: an input is no tensor.
-            RuntimeError: an input has another type or shape than described, the model got other parameters, or the step
-                cannot be executed; the message names them. Nothing has been changed then.
+            RuntimeError: an input has another type or shape than described, the model got other parameters, weights of
+                several processes want gradients that did not when the trainer was made, or the step cannot be executed;
+                the message names them. Nothing has been changed then.
             ValueError: at the first step of several processes, their models, hyper-parameters or options differ.
             RankError: another process has failed or ended.
             MismatchError: the first run of a graph gave other results than torch.
@@ -208,6 +232,7 @@ class ORTTrainer(TrainerState):
         inputs = self._execution.inputs(args, kwargs)
         self._check_parameters()
         picked = self._picked()
+        self._take_in_thawed()
         self._replicate()
         info = self._train_step_info
         lr = self._learning_rate()

@@ -114,10 +114,11 @@ class TrainingGraph:
         for value in passed:
             model.graph.outputs.remove(value)
         self._passed = [str(v.name) for v in passed]
-        self._seed: list[torch.Tensor] = []
-        if f"{loss}{GRAD}" in inputs:
+        # the gradient of the loss, which a graph whose gradients are all zero does not read
+        self._seed = [torch.ones(like.shape, dtype=like.dtype, device="cpu")] if trains else []
+        self._passed_seed = self._seed if f"{loss}{GRAD}" in inputs else []
+        if self._passed_seed:
             infos.append(InputInfo(f"{loss}{GRAD}", like.dtype, tuple(like.shape)))
-            self._seed = [torch.ones(like.shape, dtype=like.dtype, device="cpu")]
         graph = StepGraph(
             model,
             inputs=tuple(infos),
@@ -127,7 +128,7 @@ class TrainingGraph:
             updates={n: new for n, new in joint.updates.items() if n in tensors},
         )
         self.runner = StepRunner(graph, tensors, gradients, sessions)
-        self._fed = [info.name for info in infos[: len(infos) - len(self._seed)]]
+        self._fed = [info.name for info in infos[: len(infos) - len(self._passed_seed)]]
         self._loss, self._tensors, self._gradients = loss, tensors, gradients
         self._doubts = Doubts(_ADVICE)
         self._reference: StepReference | None = None
@@ -177,7 +178,7 @@ class TrainingGraph:
         return graph
 
     def _run(self, feed: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        results = self.runner([*(feed[name] for name in self._fed), *self._seed])
+        results = self.runner([*(feed[name] for name in self._fed), *self._passed_seed])
         passed = {n: (feed[n] if n in feed else self._tensors[n]).clone() for n in self._passed}
         return dict(zip(self.runner.graph.outputs, results, strict=True)) | passed
 

@@ -135,6 +135,54 @@ def test_frozen_weights_and_weights_without_gradient_stay():
     assert state["optimizer"].keys() == before.keys() - same
 
 
+@pytest.mark.parametrize("config", [SGD(lr=0.1), ADAM(lr=0.01, lambda_coef=0.0)], ids=["SGD", "Adam"])
+def test_weights_that_are_thawed_are_trained(config):
+    """Layer by layer, as a network is fine-tuned, with states of their own from then on."""
+    model = make()
+    model.fc1.weight.requires_grad_(False)
+    reference = copy.deepcopy(model)
+    found = trainer(config, model=model, utils={"grad_norm_clip": False})
+    kind = torch.optim.SGD if config.name == "SGDOptimizer" else torch.optim.AdamW
+    weight_decay = {} if kind is torch.optim.SGD else {"weight_decay": 0.0}
+    optimizer = kind(reference.parameters(), lr=config.lr, **weight_decay)
+    for i, batch in enumerate(batches(count=6)):
+        if i == 2:
+            for module in (model, reference):
+                module.fc1.weight.requires_grad_(True)
+        if i == 4:
+            for module in (model, reference):
+                module.fc2.bias.requires_grad_(False)
+        loss = found.train_step(*batch)[0].item()
+        assert loss == pytest.approx(eager_steps(reference, optimizer, [batch])[0], abs=2e-6)
+    assert_same_weights(model, reference)
+    # where it is thawed before the state comes, it is trained on
+    again = copy.deepcopy(model)
+    again.fc1.weight.requires_grad_(False)
+    other = trainer(config, model=again, utils={"grad_norm_clip": False})
+    if config.name != "SGDOptimizer":
+        with pytest.raises(RuntimeError, match=r"Unexpected keys: \['fc1.weight'"):
+            other.load_state_dict(found.state_dict())
+    for parameter in (*again.parameters(), *model.parameters()):
+        parameter.requires_grad_(True)
+    other.load_state_dict(found.state_dict())
+    for trained in (found, other):
+        trained.train_step(X, LABEL)
+    assert_same_weights(again, model, 0)
+
+
+def test_weights_thawed_in_one_of_several_processes_are_refused():
+    model = make()
+    model.fc1.weight.requires_grad_(False)
+    found = trainer(model=model)
+    found.train_step(X, LABEL)
+    model.fc1.weight.requires_grad_(True)
+    found._processes = object()
+    with pytest.raises(RuntimeError, match=r"^fc1\.weight had requires_grad=False when .* make another ORTTrainer"):
+        found.train_step(X, LABEL)
+    found._processes = None
+    found.train_step(X, LABEL)
+
+
 def test_a_frozen_weight_may_have_any_of_its_names():
     model = make()
     model.again = model.fc1

@@ -86,6 +86,18 @@ def test_a_wrong_result_of_a_step_is_refused_and_changes_nothing(name: str, monk
     session(verify=False).run(None, FEED | {"Learning_Rate": [0.1]})
 
 
+@pytest.mark.parametrize("op", ["Round", "Sign", "Floor"])
+def test_gradients_that_are_all_zero_are_compared(op: str) -> None:
+    """No node of such a graph reads the gradient of the loss."""
+    text = f"g (float[n,3] x) => (float loss) {{ h = Mul(x, w) q = {op}(h) loss = ReduceMean<keepdims=0>(q) }}"
+    model = parse(text, w=floats(3))
+    found = session(model, "SGDOptimizer")
+    rates = {"Learning_Rate": [0.1]}
+    for _ in range(2):
+        found.run(None, {"x": floats(6, 3, seed=3)} | rates)
+    assert np.array_equal(found.get_state()["w"], floats(3))
+
+
 def test_a_wrong_evaluation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     found = session()
     found.run(None, FEED | {"Learning_Rate": [0.1]})
