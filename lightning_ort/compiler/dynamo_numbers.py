@@ -6,8 +6,8 @@ That there is none becomes an assumption of the graph; else Python computes, and
 
 from __future__ import annotations
 
-import math
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,14 +21,18 @@ from lightning_ort.compiler.exact_floats import IN_GRAPHS
 __all__ = ["dividing", "taking_functions"]
 
 _LARGEST_EXPONENT = 709.0
-_DOMAINS: dict[Any, Callable[[Any], Any]] = {
-    math.exp: lambda x: x < _LARGEST_EXPONENT,
-    math.log: lambda x: x > 0,
-    math.log2: lambda x: x > 0,
-    math.sqrt: lambda x: x >= 0,
-    **dict.fromkeys((math.asin, math.acos), lambda x: abs(x) <= 1),
-    **dict.fromkeys((math.sinh, math.cosh), lambda x: abs(x) < _LARGEST_EXPONENT),
+_DOMAINS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("exp", "expm1"), lambda x: x < _LARGEST_EXPONENT),
+    **dict.fromkeys(("sinh", "cosh"), lambda x: abs(x) < _LARGEST_EXPONENT),
+    "exp2": lambda x: x < sys.float_info.max_exp,
+    **dict.fromkeys(("log", "log2", "log10", "lgamma"), lambda x: x > 0),
+    "log1p": lambda x: x > -1,
+    "sqrt": lambda x: x >= 0,
+    **dict.fromkeys(("asin", "acos"), lambda x: abs(x) <= 1),
+    "acosh": lambda x: x >= 1,
+    "atanh": lambda x: abs(x) < 1,
 }
+"""Name of a function of ``math`` to where it has a value."""
 _DIVISIONS = {
     *(operator.truediv, operator.itruediv, operator.floordiv, operator.ifloordiv, operator.mod, operator.imod, divmod),
 }
@@ -41,10 +45,10 @@ def taking_functions(call: Callable[..., Any]) -> Callable[..., Any]:
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if getattr(self.value, "__module__", None) != "math" or len(args) != 1 or kwargs or not _changes(args[0]):
             return call(self, tx, args, kwargs)
-        there = known(args[0])
-        if self.value in _DOMAINS and not _DOMAINS[self.value](there.sym_num):
+        there, name = known(args[0]), self.value.__name__
+        if name in _DOMAINS and not _DOMAINS[name](there.sym_num):
             return call(self, tx, [_settled(there)], kwargs)
-        function = IN_GRAPHS.get(self.value)
+        function = IN_GRAPHS.get(name)
         if function is None:
             return call(self, tx, args, kwargs)
         proxy = tx.output.create_proxy("call_function", function, (there.as_proxy(),), {})

@@ -6,7 +6,7 @@ those differ in their last digit, and a comparison, or ``int()``, that depends o
 products stay as they were written, as quotients and powers do by torch's own functions.
 
 Of the functions of :mod:`math`, Dynamo takes ``sin`` and some others into a graph, and compiles anew for each value of
-``exp`` and ``log``, by which weights and temperatures grow and fade. Those are in a graph here, too.
+``exp``, ``log`` and the rest, by which weights and temperatures grow and fade. Those are in a graph here, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, handle_sym_dispat
 from torch.fx.experimental.sym_node import SymNode
 from torch.utils._sympy.functions import ToFloat
 
-__all__ = ["EXACT_FLOATS", "FUNCTIONS", "IN_GRAPHS", "exact_floats", "float_exp", "float_log"]
+__all__ = ["EXACT_FLOATS", "FUNCTIONS", "IN_GRAPHS", "exact_floats"]
 
 
 class _Rounded(sympy.Function):
@@ -73,15 +73,15 @@ class FloatProduct(_Rounded):
 
 
 class _Function(sympy.Function):
-    """A function of one float."""
+    """A function of ``math`` of one float."""
 
     is_real = True
     _torch_handler_name = "tan"  # whose values may be anything
     name: str
 
-    @staticmethod
-    def compute(a: float) -> float:
-        raise NotImplementedError
+    @classmethod
+    def compute(cls, a: float) -> float:
+        return float(getattr(math, cls.name)(a))
 
     @classmethod
     def eval(cls, a: Any) -> Any:
@@ -91,55 +91,33 @@ class _Function(sympy.Function):
         return f"math.{self.name}({printer._print(self.args[0])})"
 
 
-class FloatExp(_Function):
-    """``math.exp(a)``."""
-
-    name = "exp"
-
-    @staticmethod
-    def compute(a: float) -> float:
-        return math.exp(a)
-
-
-class FloatLog(_Function):
-    """``math.log(a)``."""
-
-    name = "log"
-
-    @staticmethod
-    def compute(a: float) -> float:
-        return math.log(a)
-
-
-FUNCTIONS: dict[str, Callable[..., float]] = {
-    kind.__name__: kind.compute for kind in (FloatSum, FloatProduct, FloatExp, FloatLog)
+_NAMES = ("acosh", "asinh", "atanh", "cbrt", "erf", "erfc", "exp", "exp2", "expm1", "lgamma", "log", "log10", "log1p")
+_KINDS: dict[str, type[_Function]] = {
+    name: type(f"Float_{name}", (_Function,), {"name": name}) for name in _NAMES if hasattr(math, name)
 }
+
+_ALL: tuple[Any, ...] = FloatSum, FloatProduct, *_KINDS.values()
+FUNCTIONS: dict[str, Callable[..., float]] = {kind.__name__: kind.compute for kind in _ALL}
 """What computes the same of floats, by the names of all of these."""
 
 
-def float_exp(x: Any) -> Any:
-    """``math.exp``, also of a number that changes."""
-    return _of_number(float_exp, FloatExp, x)
+def _in_graphs(name: str, kind: type[_Function]) -> Callable[[Any], Any]:
+    def function(x: Any) -> Any:
+        if not isinstance(x, (torch.SymInt, torch.SymFloat)):
+            return kind.compute(x)
+        if get_proxy_mode() is not None:
+            return handle_sym_dispatch(function, (x,), {})
+        node = x.node
+        expression = node.expr if node.pytype is float else ToFloat(node.expr)
+        hint = None if node.hint is None else kind.compute(node.hint)
+        return torch.SymFloat(SymNode(kind(expression), node.shape_env, float, hint))
+
+    function.__name__ = function.__qualname__ = f"float_{name}"
+    return function
 
 
-def float_log(x: Any) -> Any:
-    """``math.log`` of one number, also of one that changes."""
-    return _of_number(float_log, FloatLog, x)
-
-
-IN_GRAPHS: dict[Any, Callable[[Any], Any]] = {math.exp: float_exp, math.log: float_log}
-"""What stands for functions of ``math`` in graphs, for which Dynamo has nothing."""
-
-
-def _of_number(function: Callable[[Any], Any], kind: type[_Function], x: Any) -> Any:
-    if not isinstance(x, (torch.SymInt, torch.SymFloat)):
-        return kind.compute(x)
-    if get_proxy_mode() is not None:
-        return handle_sym_dispatch(function, (x,), {})
-    node = x.node
-    expression = node.expr if node.pytype is float else ToFloat(node.expr)
-    hint = None if node.hint is None else kind.compute(node.hint)
-    return torch.SymFloat(SymNode(kind(expression), node.shape_env, float, hint))
+IN_GRAPHS: dict[str, Callable[[Any], Any]] = {name: _in_graphs(name, kind) for name, kind in _KINDS.items()}
+"""What stands in graphs for functions of ``math``, by their names: those of one number for which Dynamo has nothing."""
 
 
 def _exactly(make: Callable[[Any, Any], Any], compute: Callable[..., Any]) -> Callable[..., Any]:

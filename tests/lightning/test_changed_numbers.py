@@ -96,6 +96,7 @@ LAST_DIGITS = {
     "square": lambda m: (m.part * 3) ** 2 - 9 * m.part**2 + 1,
     "exp": lambda m: math.exp(-5 * (1 - min(m.global_step / 10, 1)) ** 2),
     "log": lambda m: math.log(1 + m.count) + math.log(1 + m.part),
+    "others": lambda m: math.log1p(m.part) + math.expm1(-m.part) + math.erf(m.part) + math.log10(m.count),
 }
 
 

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from lightning_ort.compiler.exact_floats import float_exp, float_log
+from lightning_ort.compiler.exact_floats import IN_GRAPHS
 from lightning_ort.compiler.lowering.builder import GraphBuilder, dtype_of, shape_of
 from lightning_ort.compiler.lowering.registry import NotLowered, lowers
 from lightning_ort.compiler.symbolic_shapes import entries_in_order
@@ -145,7 +145,7 @@ def _of_float(op_type: str) -> Any:
     return lower
 
 
-for _function_of_float, _op in {torch.sym_sqrt: "Sqrt", float_exp: "Exp", float_log: "Log"}.items():
+for _function_of_float, _op in {torch.sym_sqrt: "Sqrt", IN_GRAPHS["exp"]: "Exp", IN_GRAPHS["log"]: "Log"}.items():
     lowers(_function_of_float)(_of_float(_op))
 
 
