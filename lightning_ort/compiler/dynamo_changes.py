@@ -9,6 +9,7 @@ import itertools
 import operator
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from typing import Any, NoReturn
 
 import numpy as np
@@ -231,6 +232,25 @@ def _class_changes(effects: Any, owner: Any, *_: Any) -> str | None:
     return "an attribute of a class" if changes else None
 
 
+def _is_own_dictionary(effects: Any, owner: Any, name: str, *_: Any) -> str | None:
+    """``self.__dict__ = self``: entries would no longer be attributes, and attributes no entries."""
+    return "an object that is its own __dict__" if name == "__dict__" else None
+
+
+def _was_own_dictionary(effects: Any, found: Any, *_: Any) -> str | None:
+    return "an object that is its own __dict__" if getattr(found, "__dict__", None) is found else None
+
+
+def _filled(kind: Any, tx: Any, args: Any, kwargs: Any) -> str | None:
+    """``OrderedDict.__init__`` calls ``__setitem__``: what one of the class's own does besides would be lost.
+
+    That of a dataclass is called by code that Dynamo follows.
+    """
+    own = kind.value
+    calls = issubclass(own, OrderedDict) and own.__setitem__ is not OrderedDict.__setitem__ and (args or kwargs)
+    return f"a {own.__name__}, filled by a __setitem__ of its own," if calls and not is_dataclass(own) else None
+
+
 CHANGES: list[tuple[Any, str, Callable[..., Callable[..., Any]]]] = [
     (INSTRUCTIONS, "BINARY_OP", _breaking_at_operators)
 ]
@@ -246,6 +266,9 @@ LOST_CHANGES: list[tuple[type, str, Callable[..., str | None]]] = [
     (UserDefinedObjectVariable, "call_method", _copies),
     (UserDefinedSetVariable, "call_method", _copies),
     (UserDefinedClassVariable, "call_function", _new_sets),
+    (UserDefinedClassVariable, "call_function", _filled),
     (SideEffects, "store_attr", _class_changes),
+    (SideEffects, "store_attr", _is_own_dictionary),
+    (SideEffects, "track_object_existing", _was_own_dictionary),
 ]
 """Methods of Dynamo, and what says whether a call of one is to be a graph break, by the call's arguments."""

@@ -1,15 +1,19 @@
-"""What Dynamo computes of numbers that change: functions of :mod:`math`, quotients and powers.
+"""What Dynamo computes of numbers that change: functions of :mod:`math`, operators, ``int``, ``min`` and the like.
 
-Where Python has an error, of a division by zero say, a graph made for another number would go on with infinity or NaN.
-That there is none becomes an assumption of the graph; else Python computes, and raises.
+Where Python has an error, of a division by zero say, a graph made for another number would go on with infinity or NaN;
+and where Python has an integer of more than 64 bits, a graph has another one. That neither is so becomes an assumption
+of the graph; else Python computes.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 import sys
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 # Private: Dynamo has no public way to compute a call otherwise.
 from torch._dynamo.variables import ConstantVariable
@@ -18,8 +22,10 @@ from torch._dynamo.variables.tensor import SymNodeVariable
 from lightning_ort.compiler.dynamo_comparisons import known, of_numpy
 from lightning_ort.compiler.exact_floats import IN_GRAPHS
 
-__all__ = ["dividing", "taking_functions"]
+__all__ = ["computing", "taking_functions"]
 
+_BITS = 62
+_MOST = float(1 << _BITS)
 _LARGEST_EXPONENT = 709.0
 _DOMAINS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("exp", "expm1"), lambda x: x < _LARGEST_EXPONENT),
@@ -31,18 +37,17 @@ _DOMAINS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("asin", "acos"), lambda x: abs(x) <= 1),
     "acosh": lambda x: x >= 1,
     "atanh": lambda x: abs(x) < 1,
+    **dict.fromkeys(("floor", "ceil", "trunc"), lambda x: abs(x) < _MOST),
 }
 """Name of a function of ``math`` to where it has a value."""
-_DIVISIONS = {
-    *(operator.truediv, operator.itruediv, operator.floordiv, operator.ifloordiv, operator.mod, operator.imod, divmod),
-}
-_POWERS = {operator.pow, operator.ipow, pow}
 
 
 def taking_functions(call: Callable[..., Any]) -> Callable[..., Any]:
     """``math.exp`` of a number that changes is in a graph: Dynamo would compile anew for each of its values."""
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.value is torch.arange:  # how long it is depends on floats in a way that no graph has
+            args, kwargs = [*map(_settled_float, args)], {k: _settled_float(v) for k, v in kwargs.items()}
         if getattr(self.value, "__module__", None) != "math" or len(args) != 1 or kwargs or not _changes(args[0]):
             return call(self, tx, args, kwargs)
         there, name = known(args[0]), self.value.__name__
@@ -57,21 +62,82 @@ def taking_functions(call: Callable[..., Any]) -> Callable[..., Any]:
     return call_function
 
 
-def dividing(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Quotients, and powers, of numbers of which a divisor, or a base, changes and is zero another time.
+def computing(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Operators and functions of Python's numbers of which one changes.
 
-    Of NumPy's numbers those are infinite, and no error.
+    NumPy's divide by zero, and go round beyond 64 bits.
     """
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        is_quotient = self.fn in _DIVISIONS
-        if (is_quotient or self.fn in _POWERS) and len(args) == 2 and all(map(_is_pythons, args)):
-            divisor, other = (args[1], None) if is_quotient else args
-            if _changes(divisor) and (other is None or _value(other) < 0) and known(divisor).sym_num == 0:
-                args = [*map(_settled, args)]
+        check = _CHECKS.get(self.fn)
+        if check is None or kwargs or not (all(map(_is_pythons, args)) and any(map(_changes, args))):
+            return call(self, tx, args, kwargs)
+        if self.fn in (min, max) and len({known(a).python_type() for a in args}) > 1:
+            return _one_of(self.fn, args)
+        if not check(*map(_value, args)):
+            args = [*map(_settled, args)]
         return call(self, tx, args, kwargs)
 
     return call_function
+
+
+def _one_of(function: Any, args: Any) -> Any:
+    """The least, or the largest, of numbers of several types, with its own type; which one becomes an assumption."""
+    found = args[0]
+    for arg in args[1:]:
+        a, b = _value(arg), _value(found)
+        if a < b if function is min else a > b:
+            found = arg
+    return known(found)
+
+
+def _has_quotient(a: Any, b: Any) -> bool:
+    return bool(b != 0) and _fit(a, b)
+
+
+def _has_power(base: Any, exponent: Any, *modulo: Any) -> bool:
+    if exponent < 0 and base == 0:
+        return False
+    if modulo or not _are_whole(base, exponent) or exponent < 0:
+        return _fit(base, exponent)
+    if isinstance(base, int):
+        return abs(base) < 2 or exponent * math.log2(abs(base)) < _BITS
+    return isinstance(exponent, int) and abs(base) < 2 ** (_BITS / max(exponent, 1))
+
+
+def _has_shift(a: Any, count: Any) -> bool:
+    return bool(count >= 0) and bool(count < _BITS // 2) and _fit(a)
+
+
+def _is_whole_of_64_bits(x: Any, *digits: Any) -> bool:
+    return bool(abs(x) < _MOST)
+
+
+def _fit(*numbers: Any) -> bool:
+    """Whether sums and products of two of them have 64 bits, as a graph has for integers."""
+    return all(abs(n) < 1 << _BITS // 2 for n in numbers if _are_whole(n))
+
+
+def _are_whole(*numbers: Any) -> bool:
+    return all(isinstance(n, (int, torch.SymInt)) for n in numbers)
+
+
+def _any_number(*numbers: Any) -> bool:
+    return True
+
+
+_CHECKS: dict[Any, Callable[..., bool]] = {
+    **dict.fromkeys((operator.truediv, operator.itruediv, operator.floordiv, operator.ifloordiv), _has_quotient),
+    **dict.fromkeys((operator.mod, operator.imod, divmod), _has_quotient),
+    **dict.fromkeys((operator.pow, operator.ipow, pow), _has_power),
+    **dict.fromkeys((operator.lshift, operator.ilshift, operator.rshift, operator.irshift), _has_shift),
+    **dict.fromkeys((operator.add, operator.iadd, operator.sub, operator.isub), _fit),
+    **dict.fromkeys((operator.mul, operator.imul), _fit),
+    **dict.fromkeys((operator.and_, operator.or_, operator.xor), _fit),
+    **dict.fromkeys((int, round), _is_whole_of_64_bits),
+    **dict.fromkeys((min, max), _any_number),
+}
+"""Function of numbers to whether a graph computes it of these numbers, and of others like them, as Python does."""
 
 
 def _is_pythons(variable: Any) -> bool:
@@ -97,3 +163,7 @@ def _settled(variable: Any) -> Any:
     """What it is in this step, which becomes an assumption of the graph."""
     there = known(variable)
     return ConstantVariable.create(there.evaluate_expr()) if isinstance(there, SymNodeVariable) else there
+
+
+def _settled_float(variable: Any) -> Any:
+    return _settled(variable) if _changes(variable) and known(variable).python_type() is float else variable

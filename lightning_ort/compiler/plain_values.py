@@ -42,7 +42,7 @@ from lightning_ort.compiler.dynamo_changes import LOST_CHANGES, changing
 from lightning_ort.compiler.dynamo_comparisons import comparing, is_value, known, leave_to_python, of_numpy
 from lightning_ort.compiler.dynamo_contents import writing
 from lightning_ort.compiler.dynamo_mends import MENDS
-from lightning_ort.compiler.dynamo_numbers import dividing, taking_functions
+from lightning_ort.compiler.dynamo_numbers import computing, taking_functions
 from lightning_ort.compiler.dynamo_words import source_of
 
 __all__ = ["SETTINGS", "as_declared", "left_to_python"]
@@ -351,7 +351,7 @@ _REPLACED: list[tuple[Any, str, Callable[..., Callable[..., Any]]]] = [
     (NumpyVariable, "as_python_constant", _no_constant),
     (NumpyVariable, "var_getattr", _of_array),
     (NumpyVariable, "python_type", lambda original: lambda self: type(self.value)),
-    (BuiltinVariable, "call_function", lambda original: _marking(changing(writing(comparing(dividing(original)))))),
+    (BuiltinVariable, "call_function", lambda original: _marking(changing(writing(comparing(computing(original)))))),
     (TorchInGraphFunctionVariable, "call_function", lambda original: _making_tensors(taking_functions(original))),
     (UserDefinedTupleVariable, "__init__", _begun),
     *MENDS,

@@ -42,23 +42,6 @@ def div_mode(x: Tensor, y: Tensor, rounding_mode: str | None = None) -> Tensor:
     return torch.trunc(x / y)
 
 
-@composes(aten.pow.Tensor_Scalar, native=True)
-def pow_of_open(x: Tensor, exponent: Any) -> Tensor:
-    """An exponent that changes from step to step: torch's gradient of this form would settle it."""
-    return torch.pow(x, x.new_full((), exponent)) if _is_open(x, exponent) else NotImplemented
-
-
-@composes(aten.lerp.Scalar, native=True)
-def lerp_by_open(x: Tensor, end: Tensor, weight: Any) -> Tensor:
-    """Likewise."""
-    return torch.lerp(x, end, x.new_full((), weight)) if _is_open(x, weight) else NotImplemented
-
-
-def _is_open(x: Tensor, number: Any) -> bool:
-    """Whether ``number`` changes, and torch's kernels for ``x`` round it as a tensor of that type would."""
-    return isinstance(number, (torch.SymFloat, torch.SymInt)) and x.dtype in (torch.float32, torch.float64)
-
-
 def _rounded_once(function: Callable[..., Any]) -> Callable[..., Any]:
     """Computes in float32 what is given 16 bits, as the kernels do that it stands for.
 
@@ -74,6 +57,26 @@ def _rounded_once(function: Callable[..., Any]) -> Callable[..., Any]:
         return pytree.tree_map(lambda x: x.to(dtype), results)
 
     return rounded_once
+
+
+@composes(aten.pow.Tensor_Scalar, native=True)
+def pow_of_open(x: Tensor, exponent: Any) -> Tensor:
+    """An exponent that changes from step to step: torch's gradient of this form would settle it."""
+    if not _is_open(exponent) or not x.is_floating_point():
+        return NotImplemented
+    return _rounded_once(lambda x: torch.pow(x, x.new_full((), exponent)))(x)
+
+
+@composes(aten.lerp.Scalar, native=True)
+def lerp_by_open(x: Tensor, end: Tensor, weight: Any) -> Tensor:
+    """Likewise."""
+    if not _is_open(weight):
+        return NotImplemented
+    return _rounded_once(lambda x, end: torch.lerp(x, end, x.new_full((), weight)))(x, end)
+
+
+def _is_open(number: Any) -> bool:
+    return isinstance(number, (torch.SymFloat, torch.SymInt))
 
 
 def _step(x: Tensor) -> Tensor:

@@ -91,7 +91,9 @@ def _lstm_layer(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     bias = parameters[2] + parameters[3] if biased else None
     projected = F.linear(x, parameters[0], bias)
-    outputs, cells = _LSTM.apply(projected, *states, parameters[1], reverse)
+    # under autocast all of a layer is of 16 bits, as torch's own has it
+    hidden, cell, weight = (t.to(projected.dtype) for t in (*states, parameters[1]))
+    outputs, cells = _LSTM.apply(projected, hidden, cell, weight, reverse)
     return outputs, (_last(outputs, reverse), _last(cells, reverse))
 
 
@@ -130,7 +132,9 @@ def _rnn_layer(relu: bool) -> Layer:
         x: Tensor, states: tuple[Tensor, ...], parameters: Sequence[Tensor], biased: bool, reverse: bool
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         bias = parameters[2] + parameters[3] if biased else None
-        outputs = _RNN.apply(F.linear(x, parameters[0], bias), states[0], parameters[1], relu, reverse)
+        projected = F.linear(x, parameters[0], bias)
+        hidden, weight = states[0].to(projected.dtype), parameters[1].to(projected.dtype)
+        outputs = _RNN.apply(projected, hidden, weight, relu, reverse)
         return outputs, (_last(outputs, reverse),)
 
     return layer

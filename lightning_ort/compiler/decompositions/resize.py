@@ -22,6 +22,9 @@ def _ratio(size: int, out: int, scale: float | None) -> float:
     return 1 / scale if scale is not None and scale > 0 else size / out
 
 
+_INCONSISTENT = "torch's gradient of an interpolation by factors that leave the size is not that of what it gives"
+
+
 def _nearest(size: int, out: int, scale: float | None, offset: float) -> list[int]:
     """Which pixel each pixel of the result repeats."""
     # torch computes these positions in single precision
@@ -34,8 +37,15 @@ def _repeated(x: Tensor, sizes: Sequence[Any], scales: Sequence[float | None], o
     spatial = len(sizes)
     if not all(isinstance(s, int) for s in (*x.shape[-spatial:], *sizes)):
         return NotImplemented
+    same = [size == out for size, out in zip(x.shape[-spatial:], sizes, strict=True)]
+    on_cpu = x.device.type == "cpu" and not offset
+    stays = on_cpu and spatial == 2
+    if on_cpu and spatial != 2 and any(s and f not in (None, 1) for s, f in zip(same, scales, strict=True)):
+        raise NotImplementedError(_INCONSISTENT)
     for d, out, scale in zip(range(x.dim() - spatial, x.dim()), sizes, scales, strict=True):
         size = int(x.shape[d])
+        if stays and size == out:  # whatever the scale: so has torch's kernel
+            continue
         source, times = _nearest(size, int(out), scale, offset), int(out) // size
         if source == [i for i in range(size) for _ in range(times)]:
             if times > 1:
@@ -123,10 +133,21 @@ def along_each(x: Tensor, matrices: Sequence[np.ndarray | None]) -> Tensor:
     return x
 
 
-def _resized(x: Tensor, sizes: Sequence[Any], scales: Sequence[float | None], weights: Weights) -> Any:
+def _resized(x: Tensor, sizes: Sequence[Any], scales: Sequence[float | None], weights: Weights, as_given: Any) -> Any:
+    """``as_given``: see :func:`_register_aligned`."""
     spatial = len(sizes)
     if not all(isinstance(s, int) for s in (*x.shape[-spatial:], *sizes)) or not x.is_floating_point():
         return NotImplemented
+    if x.device.type == "cpu":
+        if as_given == "each":
+            scales = [
+                None if size == out else f for size, out, f in zip(x.shape[-spatial:], sizes, scales, strict=True)
+            ]
+        elif as_given and any(f not in (None, 1) for f in scales):
+            if as_given == "never":
+                return NotImplemented
+            if [*x.shape[-spatial:]] == [*sizes]:
+                raise NotImplementedError(_INCONSISTENT)
     return along_each(
         x,
         [
@@ -141,6 +162,7 @@ def _sizes(x: Tensor, output_size: Sequence[Any] | None, factors: Sequence[float
     if output_size is not None:
         return output_size, [None] * len(output_size)
     assert factors is not None
+    factors = [float(f) for f in factors]  # one that changes is settled: what is between which pixels depends on it
     spatial = x.shape[2:]
     if not all(isinstance(s, int) for s in spatial):
         return list(spatial), factors
@@ -167,17 +189,26 @@ def _register_nearest(packet: Any, offset: float) -> None:
         return _repeated(x, output_size, [*scales, *([None] * (len(output_size) - len(scales)))], offset)
 
 
-def _register_aligned(packet: Any, make: Callable[[bool], Weights]) -> None:
+def _register_aligned(packet: Any, make: Callable[[bool], Weights], as_given: str = "") -> None:
+    """Register how ``packet`` interpolates.
+
+    Args:
+        packet: its overloads.
+        make: makes the matrices, from whether corners are aligned.
+        as_given: what torch's kernels on the CPU do with scale factors beside sizes (1.1 times few pixels are as many):
+            pixels stay as they are along ``each`` dimension whose size stays; if ``all`` stay, they do
+            so in the result or in its gradient, not in both; ``never`` are factors what decides alone.
+    """
     keeps_if_native(packet, _open_sizes)
 
     @composes(packet.vec, as_read=True)
     def vec(x: Tensor, output_size: Any, align_corners: bool, scale_factors: Any) -> Any:
-        return _resized(x, *_sizes(x, output_size, scale_factors), make(align_corners))
+        return _resized(x, *_sizes(x, output_size, scale_factors), make(align_corners), as_given)
 
     @composes(packet.default, as_read=True)
     def plain(x: Tensor, output_size: Any, align_corners: bool, *scales: float | None) -> Any:
         scales = (*scales, *([None] * (len(output_size) - len(scales))))
-        return _resized(x, output_size, scales, make(align_corners))
+        return _resized(x, output_size, scales, make(align_corners), as_given)
 
 
 for _packet in (aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d):
@@ -185,9 +216,9 @@ for _packet in (aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_
 for _packet in (aten._upsample_nearest_exact1d, aten._upsample_nearest_exact2d, aten._upsample_nearest_exact3d):
     _register_nearest(_packet, 0.5)
 for _packet in (aten.upsample_linear1d, aten.upsample_bilinear2d, aten.upsample_trilinear3d):
-    _register_aligned(_packet, _linear)
-_register_aligned(aten.upsample_bicubic2d, _cubic)
-_register_aligned(aten._upsample_bilinear2d_aa, lambda align: _smoothed(1.0, _triangle, align))
+    _register_aligned(_packet, _linear, "each")
+_register_aligned(aten.upsample_bicubic2d, _cubic, "all")
+_register_aligned(aten._upsample_bilinear2d_aa, lambda align: _smoothed(1.0, _triangle, align), "never")
 _register_aligned(
-    aten._upsample_bicubic2d_aa, lambda align: _smoothed(2.0, lambda d: _cubic_kernel(np.abs(d), -0.5), align)
+    aten._upsample_bicubic2d_aa, lambda align: _smoothed(2.0, lambda d: _cubic_kernel(np.abs(d), -0.5), align), "never"
 )
