@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 # Private: Dynamo has no public way to compute a call otherwise.
+from torch._dynamo.source import TensorPropertySource
 from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 
@@ -71,6 +72,8 @@ def computing(call: Callable[..., Any]) -> Callable[..., Any]:
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         check = _CHECKS.get(self.fn)
         if check is None or kwargs or not (all(map(_is_pythons, args)) and any(map(_changes, args))):
+            return call(self, tx, args, kwargs)
+        if all(map(_is_size, args)):
             return call(self, tx, args, kwargs)
         if self.fn in (min, max) and len({known(a).python_type() for a in args}) > 1:
             return _one_of(self.fn, args)
@@ -152,6 +155,16 @@ def _changes(variable: Any) -> bool:
     """Whether it is a number that changes, and is known in the step for which a graph is made."""
     there = known(variable)
     return isinstance(there, SymNodeVariable) and there.sym_num.node.has_hint()
+
+
+def _is_size(variable: Any) -> bool:
+    """Whether it is a constant, or computed of sizes of tensors alone, which are far from where integers end."""
+    there = known(variable)
+    if not isinstance(there, SymNodeVariable):
+        return abs(there.value) < 1 << _BITS // 2
+    node = there.sym_num.node
+    sources = [source for symbol in node.expr.free_symbols for source in node.shape_env.var_to_sources.get(symbol, ())]
+    return bool(sources) and all(isinstance(source, TensorPropertySource) for source in sources)
 
 
 def _value(variable: Any) -> Any:
