@@ -21,6 +21,7 @@ from lightning_ort.compiler.handlers import LeftToPython, handled_call
 from lightning_ort.compiler.kept import in_torch
 from lightning_ort.compiler.loss_scale import LossScaling
 from lightning_ort.compiler.nested_results import cut_at_results, run_in_parts
+from lightning_ort.compiler.open_numbers import as_tensors
 from lightning_ort.compiler.plain_values import as_declared
 from lightning_ort.compiler.plan import Fallback
 from lightning_ort.compiler.random import without_idle_dropouts
@@ -96,6 +97,7 @@ class ORTBackend:
             if unsupported is not None:
                 raise Untraceable(f"it computes with {unsupported}")
             as_in_eager(graph)
+            as_tensors(graph)
             as_autograd_knows_it(graph)
             parts = cut_at_results(graph)
             if parts is not None:

@@ -59,26 +59,6 @@ def _rounded_once(function: Callable[..., Any]) -> Callable[..., Any]:
     return rounded_once
 
 
-@composes(aten.pow.Tensor_Scalar, native=True)
-def pow_of_open(x: Tensor, exponent: Any) -> Tensor:
-    """An exponent that changes from step to step: torch's gradient of this form would settle it."""
-    if not _is_open(exponent) or not x.is_floating_point():
-        return NotImplemented
-    return _rounded_once(lambda x: torch.pow(x, x.new_full((), exponent)))(x)
-
-
-@composes(aten.lerp.Scalar, native=True)
-def lerp_by_open(x: Tensor, end: Tensor, weight: Any) -> Tensor:
-    """Likewise."""
-    if not _is_open(weight):
-        return NotImplemented
-    return _rounded_once(lambda x, end: torch.lerp(x, end, x.new_full((), weight)))(x, end)
-
-
-def _is_open(number: Any) -> bool:
-    return isinstance(number, (torch.SymFloat, torch.SymInt))
-
-
 def _step(x: Tensor) -> Tensor:
     """1 where x > 0, else 0."""
     return (x > 0).to(x.dtype)
