@@ -179,6 +179,12 @@ def _set(options: onnxruntime.SessionOptions, key: Any, value: Any) -> None:
     if key not in known:
         raise ValueError(f"session_options has no {key!r}. Attributes: {', '.join(known)}; other keys contain a dot.")
     present = getattr(options, key)
+    members = getattr(type(present), "__members__", None)
+    if members is not None and not isinstance(value, type(present)):  # by its name, as a YAML file has it
+        if not isinstance(value, str) or value not in members:
+            expected = f"{name}={shown(value)}: expected {', '.join(members)}, or {type(present).__name__} itself."
+            raise ValueError(expected) if isinstance(value, str) else TypeError(expected)
+        value = members[value]
     if isinstance(present, bool):
         flag(name, value)
     elif key in _RANGES:

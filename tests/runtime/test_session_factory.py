@@ -111,6 +111,17 @@ def test_options_on_top_leave_those_of_the_user():
     assert seen == [(session, MODEL)]
 
 
+def test_options_of_a_kind_are_given_by_name():
+    """As a configuration file has them."""
+    names = {"graph_optimization_level": "ORT_ENABLE_BASIC", "execution_mode": "ORT_PARALLEL"}
+    made = RuntimeConfig(session_options=names).make_session_options()
+    assert made.graph_optimization_level == onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    assert made.execution_mode == onnxruntime.ExecutionMode.ORT_PARALLEL
+    for value, error in (("ORT_NONE", ValueError), (0, TypeError), ([1], TypeError)):
+        with pytest.raises(error, match=r"'execution_mode'\]=.*: expected ORT_SEQUENTIAL, ORT_PARALLEL, or Execution"):
+            RuntimeConfig(session_options={"execution_mode": value}).make_session_options()
+
+
 def test_options_object_of_the_user_is_taken_as_it_is():
     own = onnxruntime.SessionOptions()
     sessions = SessionFactory(RuntimeConfig(session_options=own))
