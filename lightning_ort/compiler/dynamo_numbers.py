@@ -108,8 +108,17 @@ def _has_power(base: Any, exponent: Any, *modulo: Any) -> bool:
     return isinstance(exponent, int) and abs(base) < 2 ** (_BITS / max(exponent, 1))
 
 
+def _has_product(a: Any, b: Any) -> bool:
+    if not _are_whole(a, b):
+        return _fit(a, b)
+    if isinstance(a, int) or isinstance(b, int):
+        constant, other = (a, b) if isinstance(a, int) else (b, a)
+        return bool(abs(other) < (1 << _BITS) // max(abs(constant), 1))
+    return all(abs(n) < 1 << _BITS // 2 for n in (a, b))
+
+
 def _has_shift(a: Any, count: Any) -> bool:
-    return bool(count >= 0) and bool(count < _BITS // 2) and _fit(a)
+    return bool(count >= 0) and bool(count < _BITS // 2) and bool(abs(a) < 1 << _BITS // 2)
 
 
 def _is_whole_of_64_bits(x: Any, *digits: Any) -> bool:
@@ -117,8 +126,8 @@ def _is_whole_of_64_bits(x: Any, *digits: Any) -> bool:
 
 
 def _fit(*numbers: Any) -> bool:
-    """Whether sums and products of two of them have 64 bits, as a graph has for integers."""
-    return all(abs(n) < 1 << _BITS // 2 for n in numbers if _are_whole(n))
+    """Whether sums of two of them have 64 bits, as a graph has for integers."""
+    return all(abs(n) < 1 << _BITS for n in numbers if _are_whole(n))
 
 
 def _are_whole(*numbers: Any) -> bool:
@@ -135,7 +144,7 @@ _CHECKS: dict[Any, Callable[..., bool]] = {
     **dict.fromkeys((operator.pow, operator.ipow, pow), _has_power),
     **dict.fromkeys((operator.lshift, operator.ilshift, operator.rshift, operator.irshift), _has_shift),
     **dict.fromkeys((operator.add, operator.iadd, operator.sub, operator.isub), _fit),
-    **dict.fromkeys((operator.mul, operator.imul), _fit),
+    **dict.fromkeys((operator.mul, operator.imul), _has_product),
     **dict.fromkeys((operator.and_, operator.or_, operator.xor), _fit),
     **dict.fromkeys((int, round), _is_whole_of_64_bits),
     **dict.fromkeys((min, max), _any_number),

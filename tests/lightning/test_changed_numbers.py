@@ -99,6 +99,7 @@ LAST_DIGITS = {
     "type of the least": lambda m: min(1, m.count / 5),
     "type of the largest": lambda m: max(1, m.count / 5),
     "more than 64 bits": lambda m: (2 ** (55 + m.count) % 7) / 7,
+    "tokens seen": lambda m: ((3 << 32) + m.count * 1000 - (3 << 32)) / 1e4,
     "a product of more": lambda m: (m.count * 6364136223846793005 + 1) % 2**64 / 2**64,
     "a whole of more": lambda m: (int(1e17 * 10**m.count) % 7) / 7,
     "others": lambda m: math.log1p(m.part) + math.expm1(-m.part) + math.erf(m.part) + math.log10(m.count),
