@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lightning_ort.compiler.autograd_functions import as_autograd_knows_it
 from lightning_ort.compiler.checkpointing import as_in_eager
 from lightning_ort.compiler.contest import measures
+from lightning_ort.compiler.dynamo_numbers import as_tensors
 from lightning_ort.compiler.dynamo_words import source_line
 from lightning_ort.compiler.executors.executable import Account, timed_in_torch
 from lightning_ort.compiler.functional_graph import Untraceable, bracket_bases
@@ -21,7 +22,6 @@ from lightning_ort.compiler.handlers import LeftToPython, handled_call
 from lightning_ort.compiler.kept import in_torch
 from lightning_ort.compiler.loss_scale import LossScaling
 from lightning_ort.compiler.nested_results import cut_at_results, run_in_parts
-from lightning_ort.compiler.open_numbers import as_tensors
 from lightning_ort.compiler.plain_values import as_declared
 from lightning_ort.compiler.plan import Fallback
 from lightning_ort.compiler.random import without_idle_dropouts

@@ -232,9 +232,9 @@ def _class_changes(effects: Any, owner: Any, *_: Any) -> str | None:
     return "an attribute of a class" if changes else None
 
 
-def _is_own_dictionary(effects: Any, owner: Any, name: str, *_: Any) -> str | None:
+def _is_own_dictionary(effects: Any, owner: Any, name: str, value: Any, *_: Any) -> str | None:
     """``self.__dict__ = self``: entries would no longer be attributes, and attributes no entries."""
-    return "an object that is its own __dict__" if name == "__dict__" else None
+    return "an object that is its own __dict__" if name == "__dict__" and known(value) is owner else None
 
 
 def _was_own_dictionary(effects: Any, found: Any, *_: Any) -> str | None:

@@ -185,15 +185,14 @@ class ORTTrainer(TrainerState):
 
     @override
     def _take_in_thawed(self) -> None:
-        known = {*self._optimizer.names(), *self._frozen()}
-        thawed = [name for name in self._trained() if name not in known]
-        if not thawed:
+        thawed = self._trained().keys() - self._optimizer.names()
+        if not thawed or not (thawed := thawed.difference(self._frozen())):
             return
         if self._processes is not None:
             raise RuntimeError(
-                f"{listed(thawed)} had requires_grad=False when this ORTTrainer was made, and want gradients now. "
-                "Several processes train what they have agreed on then: make another ORTTrainer of the model, and give "
-                "it the state_dict() of this one."
+                f"{listed(sorted(thawed))} had requires_grad=False when this ORTTrainer was made, and want gradients "
+                "now. Several processes train what they have agreed on then: make another ORTTrainer of the model, and "
+                "give it the state_dict() of this one."
             )
         names = {*self._optimizer.names(), *thawed}
         trained = {n: t for n, t in self._weights.items() if n in names and isinstance(t, nn.Parameter)}

@@ -116,8 +116,8 @@ class TrainingGraph:
         self._passed = [str(v.name) for v in passed]
         # the gradient of the loss, which a graph whose gradients are all zero does not read
         self._seed = [torch.ones(like.shape, dtype=like.dtype, device="cpu")] if trains else []
-        self._passed_seed = self._seed if f"{loss}{GRAD}" in inputs else []
-        if self._passed_seed:
+        self._fed_seed = self._seed if f"{loss}{GRAD}" in inputs else []
+        if self._fed_seed:
             infos.append(InputInfo(f"{loss}{GRAD}", like.dtype, tuple(like.shape)))
         graph = StepGraph(
             model,
@@ -128,7 +128,7 @@ class TrainingGraph:
             updates={n: new for n, new in joint.updates.items() if n in tensors},
         )
         self.runner = StepRunner(graph, tensors, gradients, sessions)
-        self._fed = [info.name for info in infos[: len(infos) - len(self._passed_seed)]]
+        self._fed = [info.name for info in infos[: len(infos) - len(self._fed_seed)]]
         self._loss, self._tensors, self._gradients = loss, tensors, gradients
         self._doubts = Doubts(_ADVICE)
         self._reference: StepReference | None = None
@@ -178,7 +178,7 @@ class TrainingGraph:
         return graph
 
     def _run(self, feed: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        results = self.runner([*(feed[name] for name in self._fed), *self._passed_seed])
+        results = self.runner([*(feed[name] for name in self._fed), *self._fed_seed])
         passed = {n: (feed[n] if n in feed else self._tensors[n]).clone() for n in self._passed}
         return dict(zip(self.runner.graph.outputs, results, strict=True)) | passed
 
