@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_ort.lightning.examine import EndlessFit
 
 __all__ = ["JOB", "Child", "Turns", "peak_memory"]
 
@@ -25,11 +27,10 @@ JOB = "LIGHTNING_ORT_BENCH_JOB"
 """environment variable with what the parent asks for, as JSON: ``strategy``, ``threads``"""
 
 
-class Turns(Callback):
+class Turns(EndlessFit):
     """Holds the fit until a command arrives, and times the steps of each turn; nothing else ends the fit.
 
-    A step lasts from one ``on_train_batch_start`` to the next, on a GPU until that has done its work. Learning rates
-    stay as they are: a schedule may have an end, or wait for a validation.
+    A step lasts from one ``on_train_batch_start`` to the next, on a GPU until that has done its work.
 
     Attributes:
         started_bytes: resident memory when the fit began, imports, weights and data included.
@@ -45,9 +46,7 @@ class Turns(Callback):
         self.started_bytes = _resident_memory()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_loop.max_steps = -1
-        if pl_module.automatic_optimization:
-            trainer.strategy.lr_scheduler_configs = []
+        super().on_train_start(trainer, pl_module)
         self._wait(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

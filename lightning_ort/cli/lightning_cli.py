@@ -75,6 +75,7 @@ class _Subcommands:
         datamodule: LightningDataModule | None = None,
         ckpt_path: str | None = None,
         weights_only: bool | None = None,
+        measure: bool = False,
     ) -> bool:
         """Run one batch of each step, and say what would run in ONNX Runtime, what not and why; writes nothing.
 
@@ -85,14 +86,15 @@ class _Subcommands:
             datamodule: where batches come from, if not from the model.
             ckpt_path: Path of a checkpoint, whose weights the model gets before.
             weights_only: Load nothing from the checkpoint but tensors and plain Python.
+            measure: Train until it is known who is fastest, a minute at most, and say how long steps take.
         """
         if ckpt_path is not None:
             load_weights(model, ckpt_path, weights_only)
         loaders = {"train": train_dataloaders, "validate": val_dataloaders}
         assert isinstance(self, Trainer)
-        examination = examine_in(self, model, datamodule, loaders)
+        examination = examine_in(self, model, datamodule, loaders, measure=measure)
         print(examination)
-        return examination.all_in_ort
+        return examination.all_supported
 
     def bench(
         self,
@@ -206,7 +208,8 @@ class ORTCLI(LightningCLI):
         # a folder that stays empty: nothing is to be written
         folder = self._folder.enter_context(tempfile.TemporaryDirectory())
         if self._child is None:
-            flags = examination_flags(given.get("strategy"), folder)
+            measure = self._get(self.config_init, "measure", default=False)
+            flags = examination_flags(given.get("strategy"), folder, measure=measure)
         else:
             flags = bench_flags(given, self._child, folder)
         # not by way of LightningCLI, which adds callbacks

@@ -119,6 +119,11 @@ class CompiledSteps(CompiledMethods):
         turns.calls += 1
         return True
 
+    def is_decided(self, name: str) -> bool:
+        """Whether ``name``, which has been called, is called in one way from now on."""
+        turns = self._turns.get(name)
+        return turns is None or turns.decided
+
     def _begin_turns(self, name: str) -> Turns | None:
         trainer, module, step = cast(Any, self._trainer), cast(Any, self.module), self.report.step(name)
         step.turns, step.as_it_is = {}, False  # what an earlier fit has found may not hold for this one
