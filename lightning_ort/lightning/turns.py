@@ -33,8 +33,9 @@ _ROW, _COLD = 8, 3
 """calls that one has in a row, and those of them that do not count: what the other one uses is in the caches then"""
 _ENOUGH = 6
 """calls of data of one size that each has to have had"""
-_CLEAR, _CYCLES = 0.1, 5
-"""the share of its time by which the slower way is clearly slower; where neither is, all rows are made so often"""
+_CLEAR, _SURE, _CYCLES = 0.1, 2, 5
+"""the share of its time by which the slower way is clearly slower, and how often all rows are made then: something else
+may have had a core for as long as they take once; and how often where neither way is"""
 _LONG = 0.02
 """seconds of a call to which what surrounds each of its graphs adds little"""
 _PATIENCE = 400
@@ -170,7 +171,7 @@ class Turns:
             self._decide(Choice(_IN_GRAPHS, {}))
         elif all_enough == 1:
             is_clear = min(seconds) < (1 - _CLEAR) * max(seconds)
-            if is_clear or self._in_rows >= _CYCLES * _ROW * len(_ORDER):
+            if self._in_rows >= (min(_SURE, _CYCLES) if is_clear else _CYCLES) * _ROW * len(_ORDER):
                 # there is no reason for graphs that torch runs but their speed
                 margin = MARGIN if any_in_ort else 0.0
                 choice = Choice.among(dict(zip(_WAYS, seconds, strict=True)), _IN_GRAPHS, margin)

@@ -244,7 +244,7 @@ ROWS = [False] * 8 + [True] * 16 + [False] * 8
 
 def test_calls_in_rows(calls):
     made = calls.until_decided()
-    assert made == [False] * 16 + ROWS + [False]
+    assert made == [False] * 16 + ROWS * 2 + [False]
     assert dict(calls.step.turns) == {"graphs": 1.0, "eager": 2.0}
 
 
@@ -266,7 +266,20 @@ def test_a_compilation_begins_the_rows_anew(calls):
     for _ in range(30):
         calls.call()
     calls.compilations += 1
-    assert calls.until_decided() == [True] * 2 + [False] * 16 + ROWS + [False]
+    assert calls.until_decided() == [True] * 2 + [False] * 16 + ROWS * 2 + [False]
+
+
+@pytest.mark.parametrize("slowed", [False, True])
+def test_what_has_a_core_for_a_while_decides_nothing(slowed, calls):
+    """Of the two, graphs take half the time."""
+    right = calls.seconds[slowed]
+    calls.seconds[slowed] = 10 * right
+    for _ in range(16 + len(ROWS)):
+        calls.call()
+    calls.seconds[slowed] = right
+    assert not calls.turns.decided
+    assert calls.until_decided() == [*ROWS, False]
+    assert dict(calls.step.turns) == {"graphs": 1.0, "eager": 2.0}
 
 
 def test_calls_that_have_not_ended_do_not_count(calls):
@@ -299,9 +312,9 @@ def test_calls_of_one_size_are_compared(calls):
 def test_what_a_gpu_still_computes_counts(as_it_is, measuring, monkeypatch):
     calls = CallsOfAGPU(monkeypatch, 1.0, as_it_is)
     made = calls.until_decided()
-    assert made == [False] * 16 + ROWS + [as_it_is < 1.0]
+    assert made == [False] * 16 + ROWS * 2 + [as_it_is < 1.0]
     assert dict(calls.step.turns) == pytest.approx({"graphs": 1.0, "eager": as_it_is})
-    assert calls.waits == 3 * len(ROWS)  # and for none of the others
+    assert calls.waits == 3 * 2 * len(ROWS)  # and for none of the others
 
 
 def test_patience_ends(calls):
@@ -322,7 +335,7 @@ def test_long_calls_stay_in_graphs(measuring, monkeypatch):
 def test_long_calls_of_many_graphs_are_compared(measuring, monkeypatch):
     calls = Calls(monkeypatch, 30.0, 15.0)
     calls.step.graph_breaks.append(GraphBreak("a list of lengths", "step.py:1"))
-    assert calls.until_decided() == [False] * 16 + ROWS + [True]
+    assert calls.until_decided() == [False] * 16 + ROWS * 2 + [True]
 
 
 def test_larger_data_are_measured_anew(measuring, monkeypatch):
