@@ -209,7 +209,7 @@ class ORTCLI(LightningCLI):
         folder = self._folder.enter_context(tempfile.TemporaryDirectory())
         if self._child is None:
             measure = self._get(self.config_init, "measure", default=False)
-            flags = examination_flags(given.get("strategy"), folder, measure=measure)
+            flags = examination_flags(given, folder, measure=measure)
         else:
             flags = bench_flags(given, self._child, folder)
         # not by way of LightningCLI, which adds callbacks

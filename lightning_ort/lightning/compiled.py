@@ -14,16 +14,14 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import torch
-import torch._dynamo.config
 from torch.nn.parameter import is_lazy
 
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.distributions import checked_distributions
-from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS, DynamoObserver, compiled_apart, global_hooks, no_fast_path
+from lightning_ort.compiler.dynamo import DynamoObserver, Preparation, compiled_apart, global_hooks, no_fast_path
 from lightning_ort.compiler.executors.executable import Account
 from lightning_ort.compiler.handlers import LeftToPython
 from lightning_ort.compiler.interrupts import Interrupts
-from lightning_ort.compiler.plain_values import left_to_python
 from lightning_ort.compiler.plan import Fallback
 from lightning_ort.lightning.growing_lists import GrowingLists
 from lightning_ort.lightning.open_sizes import OpenSizes
@@ -94,8 +92,7 @@ class CompiledMethods:
         self.module, self.report, self._prefix = module, report, prefix
         self._running: StepReport | None = None
         self._settings = contextlib.ExitStack()
-        # made once: torch makes a class of each
-        self._dynamo_settings = torch._dynamo.config.patch(DYNAMO_SETTINGS)
+        self._dynamo = Preparation()
         self._interrupts = Interrupts(rank_zero_info)
         self._observer = DynamoObserver(lambda: self._running, rank_zero_info, self._begin_compiling)
         # weakly: what Dynamo keeps with the code of a method has the backend, and no collector sees that way
@@ -117,9 +114,8 @@ class CompiledMethods:
     def install(self) -> None:
         """Prepare Dynamo; :meth:`remove` takes it back, and must be called in between."""
         self.remove()
-        self._settings.enter_context(self._dynamo_settings)
+        self._settings.enter_context(self._prepared())
         self._settings.enter_context(no_fast_path())
-        self._settings.enter_context(left_to_python())
         self._settings.enter_context(checked_distributions())
         self._observer.install()
 
@@ -212,6 +208,10 @@ class CompiledMethods:
             heap.watch()
 
     # -- what subclasses have to say ------------------------------------------------------------------------------
+
+    def _prepared(self) -> contextlib.AbstractContextManager[None]:
+        """Dynamo, between :meth:`install` and :meth:`remove`."""
+        return self._dynamo.throughout()
 
     def _method(self, name: str) -> Callable[..., Any]:
         """The method that is compiled."""

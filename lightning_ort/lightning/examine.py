@@ -25,6 +25,8 @@ _LOADERS = {"train": "train_dataloader", "validate": "val_dataloader", "test": "
 
 _ENOUGH_TIMED, _PATIENCE = 8, 60.0
 """timed calls of a step that is measured, and seconds after which it is left without them"""
+_EPOCHS = 1000
+"""what Lightning takes where neither epochs nor steps were given, which it warns of"""
 _EVALUATED = 32
 """batches of an evaluation that is measured: their loops cannot be ended"""
 
@@ -150,19 +152,20 @@ def examine(
     }
     with tempfile.TemporaryDirectory() as folder:
         make_trainer = package_of(module).get("trainer.trainer:Trainer")
-        trainer = make_trainer(**{**flags, **examination_flags(strategy, folder, measure=measure)})
+        given = {**flags, "strategy": strategy}
+        trainer = make_trainer(**{**given, **examination_flags(given, folder, measure=measure)})
         return examine_in(trainer, copy.deepcopy(module), datamodule, loaders, measure=measure)
 
 
-def examination_flags(strategy: Any, folder: str, *, measure: bool) -> dict[str, Any]:
+def examination_flags(given: Mapping[str, Any], folder: str, *, measure: bool) -> dict[str, Any]:
     """Flags of a Trainer that runs one batch per step, or as many as measuring takes, and writes nothing.
 
     Args:
-        strategy: as the Trainer was given it, which is left as it is; one that is no :class:`ORTStrategy` is replaced
-            by one.
+        given: flags of the user. Its strategy is left as it is; one that is no :class:`ORTStrategy` is replaced by one.
         folder: where anything that is written all the same would go.
         measure: see :func:`examine`.
     """
+    strategy = given.get("strategy")
     if not isinstance(strategy, ORTStrategy):
         strategy = ORTStrategy()
     config, mode = strategy._config, strategy._hooked_optimizers.mode
@@ -178,8 +181,10 @@ def examination_flags(strategy: Any, folder: str, *, measure: bool) -> dict[str,
     compares = measure and config.measure and strategy._on_unsupported == "torch"
     examined._config = dataclasses.replace(examined._config, measure=compares)
     evaluated = dict.fromkeys(("limit_val_batches", "limit_test_batches", "limit_predict_batches"), _EVALUATED)
+    has_end = given.get("max_epochs") is not None or given.get("max_steps", -1) != -1
     length: dict[str, Any] = {
         "fast_dev_run": False,
+        "max_epochs": given.get("max_epochs") if has_end else _EPOCHS,
         "min_epochs": None,
         "min_steps": None,
         "max_time": None,

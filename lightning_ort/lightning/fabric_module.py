@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Hashable
 from types import FunctionType
@@ -124,6 +125,10 @@ class _Methods(CompiledMethods):
             return super().__call__(name, *args, **kwargs)
         finally:
             self.remove()
+
+    @override
+    def _prepared(self) -> contextlib.AbstractContextManager[None]:
+        return self._dynamo.when_compiling()
 
     @override
     def _method(self, name: str) -> Callable[..., Any]:

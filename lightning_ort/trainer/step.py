@@ -10,13 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch._dynamo.config
 from torch import Tensor, nn
 
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.distributions import checked_distributions
-from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS, compiled_apart, no_accounts, no_fast_path
-from lightning_ort.compiler.plain_values import left_to_python
+from lightning_ort.compiler.dynamo import Preparation, compiled_apart, no_accounts, no_fast_path
 from lightning_ort.compiler.plan import Fallback
 from lightning_ort.compiler.reference import Buffers, ForkedRNG
 from lightning_ort.errors import CompilationError, IndexOutOfRangeError, RefusedValueError
@@ -104,7 +102,7 @@ class Step:
         self._train = compiled_apart(_step_function(combined, description.loss, half), backend)
         self._eval = compiled_apart(_step_function(combined, None, half), backend)
         self._eager = _step_function(combined, None, half)
-        self._settings = torch._dynamo.config.patch(DYNAMO_SETTINGS)  # making it takes longer than entering it
+        self._dynamo = Preparation()
         self._buffers = Buffers(combined)
 
     def train(self, inputs: Sequence[Tensor], scale: Tensor | None) -> list[Tensor]:
@@ -151,7 +149,7 @@ class Step:
             combined.train(training)
         put_back = self._buffers.note()
         try:
-            with self._settings, no_fast_path(), left_to_python(), checked_distributions(), no_accounts():
+            with self._dynamo.when_compiling(), no_fast_path(), checked_distributions(), no_accounts():
                 yield
         except BaseException:
             put_back()

@@ -27,8 +27,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS
-from lightning_ort.compiler.plain_values import left_to_python
+from lightning_ort.compiler.dynamo import Preparation
 
 from .changes import search
 
@@ -366,5 +365,5 @@ def draw(seed: int) -> str | None:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     logging.getLogger("torch._dynamo").setLevel(logging.CRITICAL)
-    with torch._dynamo.config.patch(DYNAMO_SETTINGS), left_to_python():
+    with Preparation().throughout():
         search(draw, "combinations", __doc__)

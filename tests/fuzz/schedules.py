@@ -17,8 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS
-from lightning_ort.compiler.plain_values import left_to_python
+from lightning_ort.compiler.dynamo import Preparation
 
 from .changes import search
 
@@ -115,5 +114,5 @@ if __name__ == "__main__":
     os.environ.setdefault("LIGHTNING_ORT_MEASURE", "0")
     warnings.simplefilter("ignore")
     logging.getLogger("torch._dynamo").setLevel(logging.CRITICAL)
-    with torch._dynamo.config.patch(DYNAMO_SETTINGS), left_to_python():
+    with Preparation().throughout():
         search(draw, "expressions", __doc__)

@@ -43,12 +43,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo.config
 import torch.nn.functional as F  # noqa: F401
 from torch import nn
 
-from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS
-from lightning_ort.compiler.plain_values import left_to_python
+from lightning_ort.compiler.dynamo import Preparation
 
 __all__ = ["STATEMENTS", "TENSOR_STATEMENTS", "check"]
 
@@ -254,7 +252,7 @@ def check(statement: str, backend: str = "eager") -> str | None:
     function = _function(statement)
     wanted = _run(function)
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(DYNAMO_SETTINGS), left_to_python():
+    with Preparation().throughout():
         found = _run(torch.compile(function, backend=backend))
     rows = zip([f"call {i}" for i in range(len(wanted) - 1)] + ["left"], wanted, found, strict=False)
     different = [f"  {name}: {b[:400]}\n  Python: {a[:400]}" for name, a, b in rows if a != b]

@@ -7,8 +7,7 @@ import logging
 import pytest
 import torch
 
-from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS
-from lightning_ort.compiler.plain_values import left_to_python
+from lightning_ort.compiler.dynamo import Preparation
 
 from .containers import check, draw
 
@@ -31,7 +30,7 @@ def as_in_a_step(caplog, monkeypatch):
     caplog.set_level(logging.CRITICAL, logger="torch._dynamo")
     errors: list = []
     monkeypatch.setattr(torch._guards.log, "error", lambda *words, **_: errors.append(words))
-    with torch._dynamo.config.patch(DYNAMO_SETTINGS), left_to_python():
+    with Preparation().throughout():
         yield
     assert not errors, "a guard could not be made"
 

@@ -7,8 +7,7 @@ import logging
 import pytest
 import torch
 
-from lightning_ort.compiler.dynamo import DYNAMO_SETTINGS
-from lightning_ort.compiler.plain_values import left_to_python
+from lightning_ort.compiler.dynamo import Preparation
 
 from .schedules import check, draw
 
@@ -39,7 +38,7 @@ FOUND = [
 @pytest.fixture(autouse=True)
 def as_in_a_step(caplog):
     caplog.set_level(logging.CRITICAL, logger="torch._dynamo")
-    with torch._dynamo.config.patch(DYNAMO_SETTINGS), left_to_python():
+    with Preparation().throughout():
         yield
 
 
