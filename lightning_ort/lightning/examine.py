@@ -50,7 +50,7 @@ class Examination:
 
     @property
     def all_supported(self) -> bool:
-        """Whether ONNX Runtime can run all of every step that was run: torch has only what it was chosen for."""
+        """Whether ONNX Runtime can run every step that was run, and torch has only what it was chosen for."""
         return bool(self.report) and all(step.graphs and not step.in_torch for step in self.report.values())
 
     def __str__(self) -> str:
