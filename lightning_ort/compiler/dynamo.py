@@ -50,9 +50,9 @@ DYNAMO_SETTINGS = {
     "optimize_ddp": False,
     # of one function for all that is compiled apart; each has a limit of its own
     "accumulated_recompile_limit": 10_000,
-    # what changes objects would be described for a log, with the whole stack each time
     # each call of compiled code would make two more, to enter and leave a span of torch's profiler
     **({"record_runtime_overhead": False} if hasattr(torch._dynamo.config, "record_runtime_overhead") else {}),
+    # what changes objects would be described for a log, with the whole stack each time
     **({"side_effect_replay_policy": "silent"} if hasattr(torch._dynamo.config, "side_effect_replay_policy") else {}),
     **plain_values.SETTINGS,
 }

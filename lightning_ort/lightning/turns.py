@@ -171,7 +171,7 @@ class Turns:
             self._decide(Choice(_IN_GRAPHS, {}))
         elif all_enough == 1:
             is_clear = min(seconds) < (1 - _CLEAR) * max(seconds)
-            if self._in_rows >= (min(_SURE, _CYCLES) if is_clear else _CYCLES) * _ROW * len(_ORDER):
+            if self._in_rows >= (_SURE if is_clear else _CYCLES) * _ROW * len(_ORDER):
                 # there is no reason for graphs that torch runs but their speed
                 margin = MARGIN if any_in_ort else 0.0
                 choice = Choice.among(dict(zip(_WAYS, seconds, strict=True)), _IN_GRAPHS, margin)
