@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from benchmarks.projects import MINUTE, of_a_minute
+from benchmarks.projects import MINUTE, compared, of_a_minute
 from lightning_ort.bench.advice import break_even
 from lightning_ort.bench.contestants import BASELINE
 
@@ -83,8 +83,8 @@ def _growth(results: Sequence[Mapping[str, Any]]) -> Iterator[Panel]:
 
 def _everyday(results: Sequence[Mapping[str, Any]]) -> Iterator[Panel]:
     labels = list(dict.fromkeys(r["model"] for r in results))
-    baselines = {r["model"]: r for r in results if r["strategy"] == BASELINE}
-    ratios = _series(results, "model", lambda r: of_a_minute(r, baselines[r["model"]]), BASELINE)
+    rows = [{**r, "ratio": of_a_minute(r, baseline)} for r, baseline in compared(results) if baseline is not None]
+    ratios = _series(rows, "model", lambda r: r["ratio"], BASELINE)
     yield Panel(f"Time of a script whose fit takes auto {MINUTE:.0f} s, auto = 1", labels, ratios, at_one=True)
     seconds = _series(results, "model", lambda r: r["compiler"]["compile_seconds"], BASELINE)
     yield Panel("Compiling in s", labels, seconds)

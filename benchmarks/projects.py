@@ -17,7 +17,7 @@ from typing import Any
 from lightning_ort.bench.contestants import BASELINE
 from lightning_ort.bench.process import ChildFailed, empty_caches, last_words
 
-__all__ = ["COLUMNS", "MINUTE", "measure_project", "of_a_minute", "project_rows"]
+__all__ = ["COLUMNS", "MINUTE", "compared", "measure_project", "of_a_minute", "project_rows"]
 
 MINUTE = 60.0
 COLUMNS = ("project", "strategy", "script", "ratio", "of a minute", "CPU", "compile", "graphs", "peak memory",
@@ -27,13 +27,13 @@ COLUMNS = ("project", "strategy", "script", "ratio", "of a minute", "CPU", "comp
 def measure_project(
     project: str, strategies: Sequence[str], precision: str, seconds: float, threads: int | None
 ) -> list[dict[str, Any]]:
-    """Run ``project`` once with ``auto``, and twice with each other strategy; returns one result per run.
+    """Run ``project`` twice with each strategy, and with ``auto`` before and after those; returns one result per run.
 
     The first run of a strategy finds empty caches, the second those that the first has left.
 
     Args:
         project: name of it.
-        strategies: names; ``auto`` is the first, which decides how many epochs all train for.
+        strategies: names; the first run of ``auto`` decides how many epochs all train for.
         precision: of the Trainer.
         seconds: how long the fit of ``auto`` takes, at least.
         threads: torch's number of threads, which ONNX Runtime takes over; ``None`` leaves it to torch.
@@ -41,9 +41,10 @@ def measure_project(
     settings = {"project": project, "precision": precision, "threads": threads}
     length: dict[str, Any] = {"seconds": seconds}
     results = []
-    for strategy in [BASELINE, *(s for s in strategies if s != BASELINE)]:
+    for strategy in _in_turns(strategies):
+        runs = ("cold", "warm") if strategy != BASELINE else ("again" if results else "cold",)
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            for run in ("cold",) if strategy == BASELINE else ("cold", "warm"):
+            for run in runs:
                 name = {"model": project, "strategy": strategy, "run": run}
                 try:
                     found = _script({**settings, **length, "strategy": strategy}, Path(folder))
@@ -55,6 +56,15 @@ def measure_project(
             break
         length = {"epochs": results[0]["epochs"]}
     return results
+
+
+def _in_turns(strategies: Sequence[str]) -> Iterator[str]:
+    """``auto`` first, and again after each other strategy: what else a machine does changes within minutes."""
+    yield BASELINE
+    for strategy in strategies:
+        if strategy != BASELINE:
+            yield strategy
+            yield BASELINE
 
 
 def _script(settings: Mapping[str, Any], caches: Path) -> dict[str, Any]:
@@ -74,6 +84,31 @@ def _script(settings: Mapping[str, Any], caches: Path) -> dict[str, Any]:
     return {"script_s": wall, "cpu_s": cpu, **json.loads(done.stdout.splitlines()[-1])}
 
 
+def compared(results: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any] | None]]:
+    """Each result, and what it is compared with: the runs of ``auto`` right before and after it, as one.
+
+    The runs of ``auto`` are compared with the first one. ``None`` is for what has failed, or lost its counterpart.
+    """
+    for number, r in enumerate(results):
+        autos = [
+            (i, x)
+            for i, x in enumerate(results)
+            if x["model"] == r["model"] and x["strategy"] == BASELINE and "error" not in x
+        ]
+        if "error" in r or not autos:
+            yield r, None
+        elif r["strategy"] == BASELINE:
+            yield r, autos[0][1]
+        else:
+            before, after = [x for i, x in autos if i < number][-1:], [x for i, x in autos if i > number][:1]
+            yield r, _together([*before, *after])
+
+
+def _together(autos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    means = {key: sum(x[key] for x in autos) / len(autos) for key in ("script_s", "fit_s")}
+    return {**means, "epoch_s": [seconds for x in autos for seconds in x["epoch_s"]]}
+
+
 def of_a_minute(result: Mapping[str, Any], baseline: Mapping[str, Any]) -> float:
     """Time of the script, in that of ``baseline``, if the fit of the latter took a minute.
 
@@ -86,14 +121,12 @@ def of_a_minute(result: Mapping[str, Any], baseline: Mapping[str, Any]) -> float
 
 def project_rows(results: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
     """One row per run, under :data:`COLUMNS`."""
-    baselines = {r["model"]: r for r in results if r["strategy"] == BASELINE and "error" not in r}
     last = None
-    for r in results:
+    for r, baseline in compared(results):
         name = "" if r["model"] == last else r["model"]
         last = r["model"]
-        baseline = baselines.get(last)
         strategy = r["strategy"] if r["strategy"] == BASELINE else f"{r['strategy']}, {r['run']}"
-        if "error" in r or baseline is None:
+        if baseline is None:
             yield (name, strategy, "failed", *[""] * (len(COLUMNS) - 3))
             continue
         compiler = r["compiler"]

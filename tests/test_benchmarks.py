@@ -233,14 +233,30 @@ def test_projects_are_compared_as_scripts_of_a_minute():
     ]
     ratios, seconds = panels_of(report)
     assert ratios.series == {"ort, cold": [0.812]} and seconds.series == {"ort, cold": [11.0]}
+    # a machine that has become slower meanwhile
+    again = {**auto, "run": "again", "script_s": 40.0, "fit_s": 36.0, "epoch_s": [3.0, 3.0, 3.0]}
+    later = {**cold, "strategy": "compile"}
+    report = {"part": "everyday", "results": [auto, cold, again, later]}
+    ratio = (32.0 + 32 / 3 * 1.0) / (32.0 + 32 / 3 * 3.0)
+    assert [row[3:5] for row in rows_of(report)] == [
+        ("1.00", "1.00"),
+        ("1.00", f"{ratio:.2f}"),
+        ("1.67", f"{(40.0 + 20 * 3.0) / (24.0 + 20 * 2.0):.2f}"),
+        ("0.80", f"{(32.0 + 8 * 1.0) / (40.0 + 8 * 3.0):.2f}"),
+    ]
 
 
 @pytest.mark.slow
 def test_a_project_runs_twice_with_each_strategy():
     report = run_part("everyday", "32-true", ["ort"], Settings.quick(1), projects=["tabular"], seconds=0.0)
-    auto, cold, warm = report["results"]
-    assert [r["run"] for r in (auto, cold, warm)] == ["cold", "cold", "warm"]
-    for result in (auto, cold, warm):
+    auto, cold, warm, again = report["results"]
+    assert [(r["strategy"], r["run"]) for r in report["results"]] == [
+        ("auto", "cold"),
+        ("ort", "cold"),
+        ("ort", "warm"),
+        ("auto", "again"),
+    ]
+    for result in (auto, cold, warm, again):
         assert "error" not in result, result
         assert result["epochs"] == len(result["epoch_s"]) == 1
         assert 0 < result["fit_s"] < result["script_s"]

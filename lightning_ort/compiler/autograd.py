@@ -201,7 +201,7 @@ class LossStep(torch.autograd.Function):
         outputs, ctx.gradients, ctx.scaled = region.run_loss(args)
         if ctx.scaled:
             assert region.scaling is not None
-            ctx.scale = region.scaling.scale
+            ctx.scale = region.scaling.in_graphs
         return _end(ctx, outputs, apart)
 
     # a gradient asked for between two regions arrives while Dynamo watches, which must not compile this

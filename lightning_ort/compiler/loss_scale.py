@@ -15,35 +15,54 @@ __all__ = ["LossScaling", "all_finite", "scale_fake", "seed_of", "unscaled"]
 class LossScaling:
     """Scale of the losses of a step, which its graphs read at each run.
 
-    A graph multiplies the gradient of its loss by :attr:`scale`, and divides the gradients it gives out by it.
+    A graph multiplies the gradient of its loss by :attr:`in_graphs`, and divides the gradients it gives out by it.
 
     Args:
         scale: the factor to start with.
     """
 
     def __init__(self, scale: float) -> None:
-        self._scale = float(scale)
+        self._scale, self._batches = float(scale), 1
         self._tensors: dict[torch.device, torch.Tensor] = {}
 
     @property
     def scale(self) -> float:
-        """The present factor."""
+        """The present factor of what gradients are asked for: the loss, divided by :attr:`batches`."""
         return self._scale
 
     @scale.setter
     def scale(self, value: float) -> None:
         if value != self._scale:
             self._scale = float(value)
-            for tensor in self._tensors.values():
-                tensor.fill_(self._scale)
+            self._fill()
+
+    @property
+    def batches(self) -> int:
+        """By how many the losses are divided after their graphs, which average gradients over so many batches."""
+        return self._batches
+
+    @batches.setter
+    def batches(self, value: int) -> None:
+        if value != self._batches:
+            self._batches = value
+            self._fill()
+
+    @property
+    def in_graphs(self) -> float:
+        """The factor of losses that are not divided yet, with which eager's 16-bit gradients are as large."""
+        return self._scale / self._batches
 
     def tensor(self, device: torch.device) -> torch.Tensor:
-        """The factor as a float32 scalar on ``device``, always in the same memory."""
+        """:attr:`in_graphs` as a float32 scalar on ``device``, always in the same memory."""
         found = self._tensors.get(device)
         if found is None:
             with torch.inference_mode(False):
-                found = self._tensors[device] = torch.full((), self._scale, dtype=torch.float32, device=device)
+                found = self._tensors[device] = torch.full((), self.in_graphs, dtype=torch.float32, device=device)
         return found
+
+    def _fill(self) -> None:
+        for tensor in self._tensors.values():
+            tensor.fill_(self.in_graphs)
 
 
 def all_finite(tensors: Sequence[torch.Tensor]) -> bool:

@@ -157,8 +157,9 @@ class ORTPrecision(_Base):
             self._kind.backward(self, tensor, model, optimizer, *args, **kwargs)
         else:
             with _unscaling_leaves(tensor, self.scaling.scale):
-                scaled = tensor * self.scaling.tensor(tensor.device)
-                self._kind.backward(self, scaled, model, optimizer, *args, **kwargs)
+                # a tensor, as a GradScaler has it: the product is of float32 whatever the loss is
+                scale = torch.full((), self.scaling.scale, dtype=torch.float32, device=tensor.device)
+                self._kind.backward(self, tensor * scale, model, optimizer, *args, **kwargs)
 
     @override
     def optimizer_step(  # type: ignore[override]

@@ -277,6 +277,14 @@ class ORTStrategy(EngineOptions, OnDevices):
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        scaling = getattr(self.precision_plugin, "scaling", None)
+        if scaling is not None:  # Lightning divides the loss after the step, and callbacks may say by how many
+            assert self.lightning_module is not None
+            scaling.batches = self.lightning_module.trainer.accumulate_grad_batches
+
     def _call(
         self, name: str, context: Callable[[], contextlib.AbstractContextManager[None]], *args: Any, **kwargs: Any
     ) -> Any:

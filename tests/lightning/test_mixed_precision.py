@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from modules import Regressor, curve
 from networks import GPT, MLP, ConvNet, examples
@@ -148,6 +148,28 @@ def test_accumulation_and_clipping(algorithm):
     assert_follows(eager, other)
     wanted, got = ([n for i, n in enumerate(r.module.norms) if i != 2] for r in (eager, other))
     assert got == pytest.approx(wanted, rel=0.03)
+
+
+class FewerBatches(Callback):
+    """Averages over one batch from the third epoch on, as ``GradientAccumulationScheduler`` would."""
+
+    def on_train_epoch_start(self, trainer, module):
+        trainer.accumulate_grad_batches = 1 if trainer.current_epoch > 1 else 4
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["always", "until the third epoch"])
+def test_averaged_gradients_overflow_as_in_eager(later):
+    """Gradients of an average of batches are as small in 16 bits as eager's, which divides losses before them."""
+    train = partial(weighted, heavy=tuple(range(12)), weight=2.0, batches=12)
+    flags = {"accumulate_grad_batches": 4, "max_epochs": 4, "logger": MemoryLogger}
+    eager, other = both(Weighted, train, callbacks=lambda: [FewerBatches()] if later else [], **flags)
+    assert_follows(eager, other)
+    # one batch by itself is too much at that scale
+    assert (other.trainer.precision_plugin.skipped_steps > 0) == later
+    assert other.trainer.precision_plugin.scaling.scale == eager.trainer.scaler.get_scale()
+    assert [float(s["step"]) for s in other.trainer.optimizers[0].state.values()] == [
+        float(s["step"]) for s in eager.trainer.optimizers[0].state.values()
+    ]
 
 
 class Tiny(Regressor):
