@@ -37,8 +37,8 @@ from lightning_ort.bench.machine import described
 from lightning_ort.bench.table import caption, markdown_table
 
 _MODELS, _RANKS, _SCALINGS = ["rl", "mlp", "cnn", "gpt"], [1, 2, 4], ["weak", "strong"]
-_STEPS = {"rl": 400, "mlp": 400, "cnn": 60, "gpt": 24}
-"""of a turn: who has the steps is decided in the first half, of short steps from up to 180 of them"""
+_STEPS = {"rl": 1000, "mlp": 1000, "cnn": 200, "gpt": 24}
+"""of a turn: who has the steps is decided in the first half, of short steps from up to 400 of them"""
 _SENT = Path("/sys/class/net/lo/statistics/tx_bytes")
 
 
@@ -166,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--ranks", nargs="+", type=int, default=_RANKS)
     parser.add_argument("--scaling", nargs="+", default=_SCALINGS, choices=_SCALINGS, help="with more than one rank")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each strategy (default: 5)")
-    parser.add_argument("--steps", type=int, help="of a turn, of which the later half counts (default: 24 to 400)")
+    parser.add_argument("--steps", type=int, help="of a turn, of which the later half counts (default: 24 to 1000)")
     parser.add_argument(
         "--save", action="store_true", help="write benchmarks/results/, of which `python -m benchmarks.page` makes docs"
     )

@@ -34,8 +34,11 @@ _ROW, _COLD = 8, 3
 _ENOUGH = 6
 """calls of data of one size that each has to have had"""
 _CLEAR, _SURE, _CYCLES = 0.1, 2, 5
-"""the share of its time by which the slower way is clearly slower, and how often all rows are made then: something else
-may have had a core for as long as they take once; and how often where neither way is"""
+"""the share of its time by which the slower way is clearly slower, and how often all rows are made at least then, and
+where neither way is"""
+_LASTING, _MOST = 0.25, 12
+"""seconds that the rows take together before they decide, so that something else that has a core meanwhile, which
+graphs on several threads wait for and others need not, does not; and how often they are made at most for that"""
 _LONG = 0.02
 """seconds of a call to which what surrounds each of its graphs adds little"""
 _PATIENCE = 400
@@ -171,7 +174,9 @@ class Turns:
             self._decide(Choice(_IN_GRAPHS, {}))
         elif all_enough == 1:
             is_clear = min(seconds) < (1 - _CLEAR) * max(seconds)
-            if self._in_rows >= (_SURE if is_clear else _CYCLES) * _ROW * len(_ORDER):
+            lasting = self._in_rows * sum(seconds) / len(seconds)
+            cycles = self._in_rows // (_ROW * len(_ORDER))
+            if cycles >= (_SURE if is_clear else _CYCLES) and (lasting >= _LASTING or cycles >= _MOST):
                 # there is no reason for graphs that torch runs but their speed
                 margin = MARGIN if any_in_ort else 0.0
                 choice = Choice.among(dict(zip(_WAYS, seconds, strict=True)), _IN_GRAPHS, margin)

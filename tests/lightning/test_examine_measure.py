@@ -58,7 +58,7 @@ def test_who_is_fastest_and_how_long_steps_take(measuring, tmp_path, monkeypatch
     assert step.turns and step.measured and {"onnxruntime", "eager"} <= set(step.measured[0])
     figures = step.figures()
     assert len(step.timing.calls) >= 8 and figures.speed > 0 and sum(figures.shares.values()) == pytest.approx(1)
-    assert step.calls < 400
+    assert step.calls < 2000  # ends when all is known, of at most 400 calls in turns and some that are timed
     for name in ("validation_step", "test_step", "predict_step"):
         assert 32 <= found.report[name].calls < 32 + len(table())
         assert len(found.report[name].timing.calls) >= 8

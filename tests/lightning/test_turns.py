@@ -63,6 +63,7 @@ def takes(measuring, monkeypatch):
         monkeypatch.setattr(turns, "_usual", pretended)
         monkeypatch.setattr(turns, "_SURE", 1)
         monkeypatch.setattr(turns, "_CYCLES", 1)
+        monkeypatch.setattr(turns, "_LASTING", 0.0)
         monkeypatch.setattr(turns, "_LONG", float("inf"))  # as all calls may be on a busy machine
         monkeypatch.setattr(contest, "race", lambda runs: {name: float(name != "onnxruntime") for name in runs})
 
@@ -237,7 +238,8 @@ class CallsOfAGPU(Calls):
 
 @pytest.fixture
 def calls(measuring, monkeypatch):
-    return Calls(monkeypatch)
+    """Graphs take 4 ms, the step as it is takes 8."""
+    return Calls(monkeypatch, 4.0, 8.0)
 
 
 ROWS = [False] * 8 + [True] * 16 + [False] * 8
@@ -246,13 +248,20 @@ ROWS = [False] * 8 + [True] * 16 + [False] * 8
 def test_calls_in_rows(calls):
     made = calls.until_decided()
     assert made == [False] * 16 + ROWS * 2 + [False]
-    assert dict(calls.step.turns) == {"graphs": 1.0, "eager": 2.0}
+    assert dict(calls.step.turns) == {"graphs": 4.0, "eager": 8.0}
 
 
-@pytest.mark.parametrize(("as_it_is", "wins"), [(0.98, False), (0.95, True), (1.02, False)])
+@pytest.mark.parametrize(("in_graphs", "cycles"), [(1.0, 6), (0.1, 12)])
+def test_short_calls_are_measured_for_longer(in_graphs, cycles, measuring, monkeypatch):
+    """A quarter of a second, where that is not too many calls."""
+    made = Calls(monkeypatch, in_graphs, 2 * in_graphs).until_decided()
+    assert made == [False] * 16 + ROWS * cycles + [False]
+
+
+@pytest.mark.parametrize(("as_it_is", "wins"), [(3.92, False), (3.8, True), (4.08, False)])
 def test_what_is_close_is_measured_for_longer(as_it_is, wins, measuring, monkeypatch):
     """Of two that are alike graphs stay."""
-    made = Calls(monkeypatch, 1.0, as_it_is).until_decided()
+    made = Calls(monkeypatch, 4.0, as_it_is).until_decided()
     assert made == [False] * 16 + ROWS * 5 + [wins]
 
 
@@ -274,13 +283,13 @@ def test_a_compilation_begins_the_rows_anew(calls):
 def test_what_has_a_core_for_a_while_decides_nothing(slowed, calls):
     """Of the two, graphs take half the time."""
     right = calls.seconds[slowed]
-    calls.seconds[slowed] = 10 * right
+    calls.seconds[slowed] = 4 * right
     for _ in range(16 + len(ROWS)):
         calls.call()
     calls.seconds[slowed] = right
     assert not calls.turns.decided
     assert calls.until_decided() == [*ROWS, False]
-    assert dict(calls.step.turns) == {"graphs": 1.0, "eager": 2.0}
+    assert dict(calls.step.turns) == {"graphs": 4.0, "eager": 8.0}
 
 
 def test_calls_that_have_not_ended_do_not_count(calls):
@@ -290,31 +299,30 @@ def test_calls_that_have_not_ended_do_not_count(calls):
     calls.seconds[True] = 1e-9
     for _ in range(64):
         calls.call(phases=1)
-    calls.seconds[True] = 2e-3
+    calls.seconds[True] = 8e-3
     calls.until_decided()
     assert not calls.step.as_it_is
 
 
 def test_calls_of_one_size_are_compared(calls):
     """Of two sizes, of which the larger one has more calls: whichever call the rows begin with."""
-    calls.seconds = {False: 2e-3, True: 1e-3}
     made = 0
     while not calls.turns.decided:
         is_large = made % 3 > 0
         # were they mixed up, graphs would be found to be faster
-        calls.seconds = {False: 2e-3, True: 1e-3} if is_large else {False: 1e-5, True: 1.0}
+        calls.seconds = {False: 8e-3, True: 4e-3} if is_large else {False: 1e-5, True: 1.0}
         calls.call(size=128 if is_large else 64)
         made += 1
-    assert dict(calls.step.turns) == {"graphs": 2.0, "eager": 1.0}
+    assert dict(calls.step.turns) == {"graphs": 8.0, "eager": 4.0}
     assert made < 100
 
 
-@pytest.mark.parametrize("as_it_is", [0.5, 2.0])
+@pytest.mark.parametrize("as_it_is", [4.0, 16.0])
 def test_what_a_gpu_still_computes_counts(as_it_is, measuring, monkeypatch):
-    calls = CallsOfAGPU(monkeypatch, 1.0, as_it_is)
+    calls = CallsOfAGPU(monkeypatch, 8.0, as_it_is)
     made = calls.until_decided()
-    assert made == [False] * 16 + ROWS * 2 + [as_it_is < 1.0]
-    assert dict(calls.step.turns) == pytest.approx({"graphs": 1.0, "eager": as_it_is})
+    assert made == [False] * 16 + ROWS * 2 + [as_it_is < 8.0]
+    assert dict(calls.step.turns) == pytest.approx({"graphs": 8.0, "eager": as_it_is})
     assert calls.waits == 3 * 2 * len(ROWS)  # and for none of the others
 
 
