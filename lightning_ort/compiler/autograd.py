@@ -130,10 +130,14 @@ def _recompute(
     *,
     create_graph: bool,
     watched: Sequence[WatchedOutput] = (),
+    undefined: Collection[int] = (),
 ) -> list[torch.Tensor | None]:
-    """Gradients by torch, from the inputs of a run and its random state, with the hooks of ``watched`` outputs."""
+    """Gradients by torch, from the inputs of a run and its random state, with the hooks of ``watched`` outputs.
+
+    The outputs of the numbers ``undefined`` are visited without a gradient.
+    """
     with torch.enable_grad():
-        local = kept.inputs(incoming, with_graph=create_graph)
+        local = kept.inputs([*incoming, *undefined], with_graph=create_graph)
         for i, x in enumerate(local):
             if not isinstance(x, torch.Tensor):
                 continue
@@ -146,14 +150,43 @@ def _recompute(
             outputs = region.graph.forward(*local)
         attach(watched, outputs, incoming)
         gradients = torch.autograd.grad(
-            [outputs[i] for i in incoming],
+            [*(outputs[i] for i in incoming), *(_Undefined.apply(outputs[i]) for i in undefined)],
             [local[i] for i in region.wanted],
-            list(incoming.values()),
+            [*incoming.values(), *([None] * len(undefined))],
             create_graph=create_graph,
             allow_unused=True,
         )
         # of what is empty, some kernels give the input itself, which adding up would count as changed
         return [g.clone() if g is not None and not g.numel() else g for g in gradients]
+
+
+class _Undefined(torch.autograd.Function):
+    """A scalar whose gradient visits what made a tensor, and brings none."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, incoming: torch.Tensor) -> None:
+        return None
+
+
+def _of_nothing(step: Any, visited: Collection[int]) -> Sequence[torch.Tensor | None]:
+    """Gradients by the inputs in :attr:`Region.wanted` where autograd comes by and has none.
+
+    It has none for an operator either, but zeros for a ``torch.autograd.Function``, which may make a gradient of them.
+
+    Args:
+        step: the node of the run.
+        visited: the outputs of the node that autograd visits. Which ones it would visit in eager can be told if it is
+            one.
+    """
+    region: Region = step.region
+    if len(visited) != 1 or step.kept is None or not region.calls_functions:
+        return [None] * len(region.wanted)
+    again = torch.is_grad_enabled()
+    return _recompute(region, step.kept, step.rng, {}, create_graph=again, undefined=visited)
 
 
 def _is_used_up(ctx: Any, arrived: Collection[int]) -> bool:
@@ -211,7 +244,7 @@ class LossStep(torch.autograd.Function):
         arrived = _with_waiting(ctx, _arrived(ctx, incoming))
         region: Region = ctx.region
         if not arrived:
-            return (None, None, None, *([None] * len(region.wanted)))
+            return (None, None, None, *_of_nothing(ctx, ctx.positions.values()))
         hooked = _by_hooks(ctx, arrived)
         if hooked is not None:
             return (None, None, None, *hooked)
@@ -297,23 +330,26 @@ class PairStep(torch.autograd.Function):
     @torch.compiler.disable
     def backward(ctx: Any, *incoming: torch.Tensor | None) -> Any:
         arrived = _with_waiting(ctx, _arrived(ctx, incoming))
-        return (None, None, None, None, *_gradients_of_pair(ctx, ctx, arrived))
+        return (None, None, None, None, *_gradients_of_pair(ctx, ctx, arrived, ctx.positions.values()))
 
 
-def _gradients_of_pair(step: Any, node: Any, arrived: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
+def _gradients_of_pair(
+    step: Any, node: Any, arrived: Mapping[int, torch.Tensor], visited: Collection[int]
+) -> Sequence[torch.Tensor | None]:
     """Gradients by the inputs in :attr:`Region.wanted`.
 
     Args:
         step: the node of the run, of a :class:`PairStep`.
         node: the one that autograd visits: ``step``, or of an :class:`ApartStep`.
         arrived: gradients by output number.
+        visited: numbers of the outputs of ``node``.
     """
     region: Region = step.region
     pair: Pair = step.pair
     if not arrived:
         # autograd, on its way to others, lets go of saved tensors here as well
         node.in_torch |= not torch._C._autograd._get_current_graph_task_keep_graph()
-        return [None] * len(region.wanted)
+        return _of_nothing(step, visited)
     hooked = _by_hooks(step, arrived)
     if hooked is not None:
         return hooked
@@ -377,14 +413,15 @@ class ApartStep(torch.autograd.Function):
         step = ctx.step
         at_positions = dict(zip(ctx.positions, incoming, strict=True))
         arrived = _arrived(step, [at_positions.get(p) for p in range(1 + max(ctx.positions))])
+        visited = [step.positions[p] for p in ctx.positions]
         found: Sequence[torch.Tensor | None]
         if ctx.within and (step.pair is not None or active(step.watched)) and _is_ahead(step):
             step.waiting[1].update(arrived)  # one run of the backward graph for all, and one call of each hook
             found = [None] * len(step.region.wanted)
         elif step.pair is None:
-            found = _gradients_beside_loss(step, arrived)
+            found = _gradients_beside_loss(step, arrived, visited)
         else:
-            found = _gradients_of_pair(step, ctx, arrived)
+            found = _gradients_of_pair(step, ctx, arrived, visited)
         return (None, None, None, *([None] * len(ctx.positions)), *found)
 
 
@@ -398,11 +435,13 @@ def _is_ahead(step: Any) -> bool:
     return True
 
 
-def _gradients_beside_loss(step: Any, arrived: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
+def _gradients_beside_loss(
+    step: Any, arrived: Mapping[int, torch.Tensor], visited: Collection[int]
+) -> Sequence[torch.Tensor | None]:
     """Gradients by the inputs in :attr:`Region.wanted`, of outputs beside the loss of a :class:`LossStep`."""
     region: Region = step.region
     if not arrived:
-        return [None] * len(region.wanted)
+        return _of_nothing(step, visited)
     hooked = _by_hooks(step, arrived)
     if hooked is not None:
         return hooked

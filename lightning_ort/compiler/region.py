@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.autograd import ApartStep, LossStep, Node, PairStep, divided, node_of
+from lightning_ort.compiler.autograd_functions import calls_function
 from lightning_ort.compiler.compilation import OVERLAP, Compilation, Pair
 from lightning_ort.compiler.contest import MEMORY, Choice, Contest, Key, measures
 from lightning_ort.compiler.dynamo_words import source_line
@@ -61,6 +62,7 @@ class Region:
         not_differentiable: positions among the tensors of a run that have no gradient.
         changed: numbers of the inputs that a run changes.
         global_state: what the graph was traced under.
+        calls_functions: whether a ``torch.autograd.Function`` is in the graph.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class Region:
         self._eager = self._overlaps = False
         self._in_eager = in_torch(graph)
         self._quiet = _uncounted(graph)
+        self.calls_functions = any(map(calls_function, graph.graph.nodes))
         self.differentiable = differentiable = self._layout.differentiable
         if self._layout.leads_on and not (self.wanted and torch.is_grad_enabled()):
             raise Untraceable("it makes a tensor that requires a gradient, or switches gradients on")

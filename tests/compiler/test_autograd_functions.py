@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.plain_values import left_to_python
+from lightning_ort.runtime.config import RuntimeConfig
 
 pytestmark = [
     pytest.mark.stock_only,  # what Dynamo makes of them, whoever runs the graphs
@@ -343,3 +344,55 @@ def test_functions_within_transforms(transform):
     torch.testing.assert_close(loss, step(x), rtol=0, atol=1e-12)
     (gradient,) = torch.autograd.grad(loss, weight)
     torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-12)
+
+
+class Rounded(torch.autograd.Function):
+    """A straight-through quantizer."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return torch.round(x * 8) / 8
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.clone()
+
+
+class OfTheFirst(torch.autograd.Function):
+    """A sum that gives its second input no gradient."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        return x + y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+@pytest.mark.parametrize("placement", ["onnxruntime", "torch"])
+@pytest.mark.parametrize("total", [False, True], ids=["many values", "a scalar"])
+@pytest.mark.parametrize("function", [Rounded.apply, torch.sin], ids=["a function", "an operator"])
+def test_what_brings_no_gradient_is_zeros_to_a_function(function, total, placement):
+    """Between two graphs, as within one: an optimizer leaves out what has no gradient, and decays what has zeros."""
+    x = torch.tensor([1.0, 2.0, 3.0])
+
+    def gradients(backend):
+        torch.compiler.reset()
+        one, other = (torch.full((3,), 0.3, requires_grad=True) for _ in range(2))
+
+        def step(x):
+            y = function(other * 1.5)
+            y = y.sum() if total else y
+            torch._dynamo.graph_break()
+            return OfTheFirst.apply(one * x, y).square().mean()
+
+        compiled = torch.compile(step, backend=backend) if backend else step
+        for _ in range(2):
+            compiled(x).backward()
+        return one.grad, other.grad
+
+    wanted = gradients(None)
+    found = gradients(ORTBackend(RuntimeConfig(placement=placement)))
+    assert (wanted[1] is None) is (function is torch.sin)
+    torch.testing.assert_close(found, wanted)
