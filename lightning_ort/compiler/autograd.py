@@ -233,8 +233,7 @@ class LossStep(torch.autograd.Function):
         ctx.kept = region.keep(args)
         outputs, ctx.gradients, ctx.scaled = region.run_loss(args)
         if ctx.scaled:
-            assert region.scaling is not None
-            ctx.scale = region.scaling.in_graphs
+            ctx.scale = region.loss_scale
         return _end(ctx, outputs, apart)
 
     # a gradient asked for between two regions arrives while Dynamo watches, which must not compile this
@@ -255,6 +254,10 @@ class LossStep(torch.autograd.Function):
             if not again and set(arrived) != {ctx.loss}:
                 region.leave_loss()
             return (None, None, None, *_recompute(region, kept, ctx.rng, arrived, create_graph=again))
+        if region.in_float16:
+            scaled_anew = _scaled_anew(ctx, kept, arrived)
+            if scaled_anew is not None:
+                return (None, None, None, *scaled_anew)
         # a comparison would wait for the device; on the CPU it saves a pass over all gradients
         factor: Any = arrived[ctx.loss]
         if factor.device.type == "cpu":
@@ -270,6 +273,31 @@ class LossStep(torch.autograd.Function):
             # those are still scaled
             multiply([g for g in gradients if g is not None and g.dtype.itemsize < 4], factor / ctx.scale)
         return (None, None, None, *gradients)
+
+
+def _scaled_anew(ctx: Any, kept: Kept, arrived: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None] | None:
+    """Gradients of a run that has scaled its loss by more or less than eager would, which float16 may show.
+
+    It has small numbers to 6e-8, and large ones to 65504. Eager scales what gradients are asked for, whatever the loss
+    was multiplied by on the way there, by a scaler of the user's for one. torch computes them then; the next run scales
+    as much, or leaves gradients to a graph of their own.
+
+    Returns:
+        ``None`` where the run has scaled as eager would.
+    """
+    scaling = ctx.region.scaling if ctx.scaled else None
+    scale = 1.0 if scaling is None or scaling.by_hand else scaling.scale
+    asked = arrived[ctx.loss] if scale == 1.0 else arrived[ctx.loss] * scale
+    size, used = asked.item(), ctx.scale if ctx.scaled else 1.0
+    if abs(size - used) <= 1e-3 * used:  # a factor in 16 bits is rounded
+        return None
+    if scaling is None:
+        ctx.region.leave_loss()
+    else:
+        ctx.region.learn_factor(size / scaling.scale)
+    found = _recompute(ctx.region, kept, ctx.rng, {ctx.loss: asked}, create_graph=False)
+    multiply([g for g in found if g is not None], 1.0 / scale)
+    return found
 
 
 def _are_batched(arrived: Mapping[int, torch.Tensor]) -> bool:

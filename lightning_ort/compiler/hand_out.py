@@ -39,7 +39,9 @@ def hand_out(loss: torch.Tensor, node: Any) -> bool:
         RuntimeError: eager would refuse the gradients.
     """
     factor = _factor_of(loss, node)
-    if factor is None or loss._backward_hooks or loss.retains_grad or node.kept is None or node.gradients is None:
+    if factor is None or (factor != 1.0 and node.region.in_float16):
+        return False
+    if loss._backward_hooks or loss.retains_grad or node.kept is None or node.gradients is None:
         return False
     if node.scaled or active(node.watched) or torch.is_anomaly_enabled() or torch.autograd._profiler_enabled():
         return False

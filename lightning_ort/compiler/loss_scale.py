@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +20,14 @@ class LossScaling:
 
     Args:
         scale: the factor to start with.
+
+    Attributes:
+        by_hand: what gradients are asked for in the backward that runs is multiplied by :attr:`scale` already.
     """
 
     def __init__(self, scale: float) -> None:
         self._scale, self._batches = float(scale), 1
+        self.by_hand = False
         self._tensors: dict[torch.device, torch.Tensor] = {}
 
     @property
@@ -59,6 +64,19 @@ class LossScaling:
             with torch.inference_mode(False):
                 found = self._tensors[device] = torch.full((), self.in_graphs, dtype=torch.float32, device=device)
         return found
+
+    def fits(self, dtype: torch.dtype) -> bool:
+        """Whether the gradient of a scaled loss of ``dtype``, which is the scale, is finite in that type."""
+        return self._scale <= torch.finfo(dtype).max
+
+    @contextlib.contextmanager
+    def multiplied(self) -> Iterator[None]:
+        """A backward of what has been multiplied by :attr:`scale`."""
+        self.by_hand = True
+        try:
+            yield
+        finally:
+            self.by_hand = False
 
     def _fill(self) -> None:
         for tensor in self._tensors.values():

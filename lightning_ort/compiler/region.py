@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from lightning_ort.compiler.autograd import ApartStep, LossStep, Node, PairStep, divided, node_of
 from lightning_ort.compiler.autograd_functions import calls_function
@@ -63,6 +65,7 @@ class Region:
         changed: numbers of the inputs that a run changes.
         global_state: what the graph was traced under.
         calls_functions: whether a ``torch.autograd.Function`` is in the graph.
+        in_float16: whether anything in the graph is of that type, which gradients may be too small or too large for.
     """
 
     def __init__(
@@ -108,8 +111,11 @@ class Region:
         self._contest: Contest | None = None
         self._choice: Choice | None = None
         self._eager = self._overlaps = False
+        self._later: float | None = None  # by what the loss is multiplied after a run, where it is not as expected
+        self._own_scaling: LossScaling | None = None
         self._in_eager = in_torch(graph)
         self._quiet = _uncounted(graph)
+        self.in_float16 = _has(graph, torch.float16) or torch.float16 in self.global_state.autocast.values()
         self.calls_functions = any(map(calls_function, graph.graph.nodes))
         self.differentiable = differentiable = self._layout.differentiable
         if self._layout.leads_on and not (self.wanted and torch.is_grad_enabled()):
@@ -362,7 +368,24 @@ class Region:
 
     def _scale(self) -> torch.Tensor | None:
         """The scale of the loss, the last input of a graph that computes its gradients."""
-        return None if self.scaling is None or self._loss is None else self.scaling.tensor(self.device)
+        if self.scaling is None or self._loss is None:
+            return None
+        if self._later is None:
+            return self.scaling.tensor(self.device)
+        if self._own_scaling is None:
+            self._own_scaling = LossScaling(self.loss_scale)
+        self._own_scaling.scale = self.loss_scale
+        return self._own_scaling.tensor(self.device)
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next run multiplies its loss by."""
+        assert self.scaling is not None
+        return self.scaling.in_graphs if self._later is None else self.scaling.scale * self._later
+
+    def learn_factor(self, factor: float) -> None:
+        """The loss was multiplied by ``factor`` after the run, and will be after those to come."""
+        self._later = factor if factor > 0 and math.isfinite(factor) else None
 
     def _inputs(self, args: Sequence[Any]) -> Sequence[Any]:
         scale = self._scale()
@@ -442,6 +465,12 @@ class Region:
                 ]
                 torch._foreach_copy_(targets, [results[position] for _, position in executable.updates])
         return results
+
+
+def _has(graph: fx.GraphModule, dtype: torch.dtype) -> bool:
+    """Whether Dynamo has traced a tensor of ``dtype``."""
+    values = [n.meta.get("example_value") for n in graph.graph.nodes]
+    return any(isinstance(x, torch.Tensor) and x.dtype == dtype for x in pytree.tree_leaves(values))
 
 
 def _uncounted(graph: fx.GraphModule) -> frozenset[int]:

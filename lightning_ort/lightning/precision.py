@@ -153,12 +153,13 @@ class ORTPrecision(_Base):
         self, tensor: torch.Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
         """Gradients of the unscaled loss, whether a graph has scaled it or not."""
-        if self.scaling is None or (not kwargs.get("create_graph") and _is_closed(tensor)):
+        scaling = self.scaling
+        if scaling is None or (not kwargs.get("create_graph") and scaling.fits(tensor.dtype) and _is_closed(tensor)):
             self._kind.backward(self, tensor, model, optimizer, *args, **kwargs)
         else:
-            with _unscaling_leaves(tensor, self.scaling.scale):
+            with _unscaling_leaves(tensor, scaling.scale), scaling.multiplied():
                 # a tensor, as a GradScaler has it: the product is of float32 whatever the loss is
-                scale = torch.full((), self.scaling.scale, dtype=torch.float32, device=tensor.device)
+                scale = torch.full((), scaling.scale, dtype=torch.float32, device=tensor.device)
                 self._kind.backward(self, tensor * scale, model, optimizer, *args, **kwargs)
 
     @override

@@ -436,3 +436,86 @@ def test_evaluation(precision):
 def test_wrong_arguments(arguments, error, match):
     with pytest.raises(error, match=match):
         ORTPrecision(*arguments)
+
+
+class Half(Weighted):
+    """A loss of float16, whose gradient is the whole scale."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).abs().mean()
+        self.log("loss", loss)
+        return loss
+
+
+class Divided(Weighted):
+    """The loss is looked at, which ends the graph, and divided afterwards."""
+
+    factor, varies = 1e-3, 0
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).float().square().sum()
+        self.seen = loss.item()
+        self.log("loss", loss)
+        return loss * self.factor * (1 + 0.5 * self.varies * (batch_idx % 3))
+
+
+class Multiplied(Divided):
+    factor = 500.0
+
+
+class Varying(Divided):
+    varies = 1
+
+
+def scales(make: Callable, strategy: str, plugin: Any, accumulate: int) -> tuple[Run, list[float]]:
+    seen = []
+
+    class Looks(Callback):
+        def on_train_batch_end(self, trainer, *args):
+            state = trainer.precision_plugin.state_dict()
+            seen.append(state.get("scaler", state)["scale"])
+
+    flags = {"callbacks": [Looks()], "max_epochs": 1, "accumulate_grad_batches": accumulate, "logger": MemoryLogger}
+    return fit(make, partial(weighted, batches=12), strategy=strategy, plugins=lambda: [plugin], **flags), seen
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("make", "scale"),
+    [(Half, 2.0**16), (Half, 2.0**17), (Half, 2.0**14), (Divided, 2.0**15), (Multiplied, 2.0**10), (Varying, 2.0**15)],
+)
+def test_what_comes_after_a_graph_is_scaled_as_in_eager(make, scale, accumulate):
+    """Steps that eager leaves out are left out, and no others: 16 bits overflow at the same scale."""
+    eager, wanted = scales(make, "auto", eager_plugin(init_scale=scale), accumulate)
+    other, found = scales(make, "ort", ort_plugin(init_scale=scale), accumulate)
+    assert found == wanted
+    assert_follows(eager, other)
+
+
+@pytest.mark.parametrize("placement", ["onnxruntime", "torch"])
+@pytest.mark.parametrize("factor", [1e-7, 1e3])
+def test_a_scaler_of_the_users(factor, placement):
+    """Around a step that torch has compiled: gradients are those of the scaled loss, neither zero nor infinite."""
+
+    def gradients(compiled):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 1)).to(ACCELERATOR)
+        x = torch.randn(8, 12, device=ACCELERATOR)
+
+        def step(x):
+            with torch.autocast(ACCELERATOR, dtype=torch.float16):
+                return factor * (net(x) - 1).float().square().mean()
+
+        if compiled:
+            step = torch.compile(step, backend="lightning_ort", options={"placement": placement})
+        found = []
+        for scale in (1.0, 1e-3 / factor, 1e-3 / factor, 0.5):
+            net.zero_grad()
+            (step(x) * scale).backward()
+            found.append([p.grad / scale for p in net.parameters()])
+        return found
+
+    wanted, found = gradients(False), gradients(True)
+    assert any(g.abs().max() > 0 and g.isfinite().all() for g in wanted[1])
+    torch.testing.assert_close(found, wanted, rtol=0.03, atol=3e-3 * factor)
