@@ -288,7 +288,7 @@ def _scaled_anew(ctx: Any, kept: Kept, arrived: Mapping[int, torch.Tensor]) -> l
     scaling = ctx.region.scaling if ctx.scaled else None
     scale = 1.0 if scaling is None or scaling.by_hand else scaling.scale
     asked = arrived[ctx.loss] if scale == 1.0 else arrived[ctx.loss] * scale
-    size, used = asked.item(), ctx.scale if ctx.scaled else 1.0
+    size, used = abs(asked.item()), ctx.scale if ctx.scaled else 1.0
     if abs(size - used) <= 1e-3 * used:  # a factor in 16 bits is rounded
         return None
     if scaling is None:

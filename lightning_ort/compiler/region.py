@@ -384,7 +384,7 @@ class Region:
         return self.scaling.in_graphs if self._later is None else self.scaling.scale * self._later
 
     def learn_factor(self, factor: float) -> None:
-        """The loss was multiplied by ``factor`` after the run, and will be after those to come."""
+        """The loss was multiplied by ``factor``, or minus that, after the run, and will be after those to come."""
         self._later = factor if factor > 0 and math.isfinite(factor) else None
 
     def _inputs(self, args: Sequence[Any]) -> Sequence[Any]:

@@ -463,6 +463,10 @@ class Multiplied(Divided):
     factor = 500.0
 
 
+class Reversed(Divided):
+    factor = -1e-3
+
+
 class Varying(Divided):
     varies = 1
 
@@ -482,7 +486,15 @@ def scales(make: Callable, strategy: str, plugin: Any, accumulate: int) -> tuple
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
 @pytest.mark.parametrize(
     ("make", "scale"),
-    [(Half, 2.0**16), (Half, 2.0**17), (Half, 2.0**14), (Divided, 2.0**15), (Multiplied, 2.0**10), (Varying, 2.0**15)],
+    [
+        (Half, 2.0**16),
+        (Half, 2.0**17),
+        (Half, 2.0**14),
+        (Divided, 2.0**15),
+        (Multiplied, 2.0**10),
+        (Reversed, 2.0**15),
+        (Varying, 2.0**15),
+    ],
 )
 def test_what_comes_after_a_graph_is_scaled_as_in_eager(make, scale, accumulate):
     """Steps that eager leaves out are left out, and no others: 16 bits overflow at the same scale."""
