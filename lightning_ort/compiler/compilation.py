@@ -105,7 +105,7 @@ class Compilation:
         self._graph, self._fakes, self._layout = graph, fakes, layout
         self._sessions, self._global_state = sessions, global_state
         self._name, self._scaled, self._verify = name, scaled, verify
-        self._context = TracingContext.get()
+        self._context, self._grad_enabled = TracingContext.get(), torch.is_grad_enabled()
         self.keeping: Keeping | None = None
         self._gains_by_channels_last = False
 
@@ -116,7 +116,7 @@ class Compilation:
             Untraceable: the graph has no functional form, or this executor cannot run it.
         """
         timeline.spoil()
-        with self._tracing():
+        with self._tracing(derivative):
             return self._make(executor, derivative, differentiated)
 
     def rivals(self, unit: Executable | Pair) -> list[str]:
@@ -192,8 +192,10 @@ class Compilation:
         return traced
 
     @contextlib.contextmanager
-    def _tracing(self) -> Iterator[None]:
+    def _tracing(self, derivative: Derivative) -> Iterator[None]:
         """Dynamo's context of this region, which is no longer the present one when a graph is compiled late.
+
+        Nor is its grad mode: to leave inference mode enables gradients, and a trace made without is not found then.
 
         Dynamo has written its guards by then. What a late trace assumes of open sizes beyond them nobody would check.
         """
@@ -201,7 +203,8 @@ class Compilation:
             yield
             return
         facts = size_facts(self._context.fake_mode)
-        with tracing(self._context), torch.inference_mode(False):
+        grad_enabled = self._grad_enabled or derivative is not Derivative.NONE
+        with tracing(self._context), torch.inference_mode(False), torch.set_grad_enabled(grad_enabled):
             yield
         if size_facts(self._context.fake_mode) != facts:
             raise Untraceable("it fits some sizes only, and is compiled after those that it is used for were settled")

@@ -71,14 +71,15 @@ def _is_torchs(function: Any) -> bool:
 def are_replaced() -> bool:
     """Whether a function of torch's, or a kernel of one of its operators, is somebody else's.
 
-    Functions of layers call others by their names when they are traced, and autograd calls kernels.
+    Functions of layers call others by their names when they are traced, and autograd calls kernels. None seeds: the
+    training build of ONNX Runtime puts its own function in the place of ``torch.manual_seed``, which seeds both.
     """
     return any(map(_is_foreign, _callables())) or any(map(_overrides, torch.library._impls))
 
 
 def _callables() -> Iterator[Any]:
     for module in _MODULES:
-        yield from vars(module).values()
+        yield from (value for name, value in vars(module).items() if name != "manual_seed")
     for kind in torch.Tensor.__mro__[:-1]:
         yield from vars(kind).values()
 

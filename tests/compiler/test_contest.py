@@ -24,6 +24,7 @@ from lightning_ort.compiler.contest import MEMORY, Choice, Key, race
 from lightning_ort.compiler.functional_graph import Untraceable
 from lightning_ort.compiler.global_state import GlobalState
 from lightning_ort.compiler.loss_scale import LossScaling
+from lightning_ort.compiler.trace_cache import TRACES
 from lightning_ort.environment import has_cpp_compiler
 from lightning_ort.errors import UnsupportedError
 from lightning_ort.files.cache import Cache
@@ -134,6 +135,31 @@ def test_one_thread_where_that_is_faster(races):
     _, (again,) = wide(loss_of)
     assert again.executor == "onnxruntime-one-thread"
     assert not seen
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_who_runs_it_on_one_thread_uses_the_trace_that_there_is(races, monkeypatch, mode):
+    table, seen = races
+    table |= {"onnxruntime-one-thread": 1.0, "torch": 1.5}
+    natives = []
+
+    def trace(*args, native=False, **kwargs):
+        natives.append(native)
+        return compile_trace(*args, native=native, **kwargs)
+
+    compile_trace = compilation.trace
+    monkeypatch.setattr(compilation, "trace", trace)
+    TRACES.clear()
+    graphs = []
+    module = nn.Sequential(nn.Linear(4, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 3))
+    compiled = torch.compile(loss_of, backend=ORTBackend(RuntimeConfig(), on_graph=graphs.append))
+    for x in BATCHES:
+        with mode():
+            compiled(module, x.repeat(20, 1))
+    assert "onnxruntime-one-thread" in seen[-1]
+    assert graphs[-1].executor == "onnxruntime-one-thread"
+    assert natives == [False, True]
 
 
 @pytest.mark.usefixtures("two_threads")

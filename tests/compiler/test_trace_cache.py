@@ -154,6 +154,21 @@ def test_functions_of_torch_that_somebody_has_replaced(monkeypatch, owner, name,
     assert (first - other).abs() > 1e-3
 
 
+def test_who_seeds_takes_no_part(traces, monkeypatch):
+    """The training build of ONNX Runtime has a function of its own there, as soon as somebody imports its ORTModule."""
+    seed = torch.manual_seed
+
+    def seed_both(number):
+        return seed(number)
+
+    monkeypatch.setattr(torch, "manual_seed", seed_both)
+    x = X.clone().requires_grad_()
+    call(layers, x)
+    (*before,) = traces
+    call(layers, x)
+    assert traces == before
+
+
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")
 def test_kernels_of_torch_that_somebody_has_replaced():
     torch.func.vmap(torch.sin)(X)  # for which torch itself has kernels in Python
