@@ -199,14 +199,17 @@ class Compilation:
 
         Dynamo has written its guards by then. What a late trace assumes of open sizes beyond them nobody would check.
         """
-        if TracingContext.try_get() is self._context:
-            yield
-            return
-        facts = size_facts(self._context.fake_mode)
+        is_present = TracingContext.try_get() is self._context
+        facts = () if is_present else size_facts(self._context.fake_mode)
         grad_enabled = self._grad_enabled or derivative is not Derivative.NONE
-        with tracing(self._context), torch.inference_mode(False), torch.set_grad_enabled(grad_enabled):
+        with contextlib.ExitStack() as stack:
+            if not is_present:
+                stack.enter_context(tracing(self._context))
+            # what torch remembers of fakes it looks up by inference mode
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.set_grad_enabled(grad_enabled))
             yield
-        if size_facts(self._context.fake_mode) != facts:
+        if not is_present and size_facts(self._context.fake_mode) != facts:
             raise Untraceable("it fits some sizes only, and is compiled after those that it is used for were settled")
 
 

@@ -41,15 +41,19 @@ _BUDGET = 0.15
 """seconds after which no further round of a race begins"""
 _FEWEST, _MOST = 3, 40
 """rounds"""
+_GLANCE = 0.05, 1
+"""the budget and the fewest rounds of a race that only tells who is out of the question"""
 _LONG = 0.05
 """seconds of a run that may have much in memory, and for which it matters little what ran before"""
-_AT_ONCE = 0.25, 2
+_AT_ONCE = 0.25, 1
 """seconds, and runs before the last, after which another one is measured"""
 _VERY_LONG = 2.0
 """seconds of a run to which its first time adds little"""
 _PROMISING = 2.0
 """how often as long as ONNX Runtime eager may take for a graph in torch to be tried: one that eager's kernels run
 without autograd saves a part of that, and compiling it takes time"""
+_CALL = 5e-6
+"""seconds of Python in a call of one of torch's functions, which such a graph saves where there is no autograd"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,11 +97,14 @@ def learns() -> bool:
     return is_in_use() and not torch.are_deterministic_algorithms_enabled()
 
 
-def race(runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+def race(
+    runs: Mapping[str, Callable[[], object]], *, budget: float = _BUDGET, fewest: int = _FEWEST
+) -> dict[str, float]:
     """Seconds of one run of each, run in turns, which has each begin with the threads of the others still about.
 
-    The first run of each does not count: kernels are chosen and memory is found then. Long ones come one after the
-    other and few times, and give their memory back: it would not be there twice in a training.
+    No further round begins once ``fewest`` were run and ``budget`` seconds have passed. The first run of each does not
+    count: kernels are chosen and memory is found then. Long ones come one after the other and few times, and give their
+    memory back: it would not be there twice in a training.
     """
     first, *others = runs
     warm = _timed(runs[first])
@@ -115,7 +122,7 @@ def race(runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
     for done in range(1, _MOST + 1):
         for name, run in runs.items():
             times[name].append(_timed(run))
-        if done >= _FEWEST and time.perf_counter() - began > _BUDGET:
+        if done >= fewest and time.perf_counter() - began > budget:
             break
     # what else the machine does only ever adds to a run
     return {name: sorted(row)[len(row) // 4] for name, row in times.items()}
@@ -183,6 +190,7 @@ class Contest(Generic[Unit]):
         eager: Callable[[], object],
         *,
         eager_counts: bool = True,
+        calls: float = math.inf,
     ) -> tuple[Unit | None, Choice] | None:
         """The fastest one, and the choice; ``None`` if these inputs are refused, which the next run will explain.
 
@@ -193,17 +201,21 @@ class Contest(Generic[Unit]):
             run: runs a unit.
             eager: computes the same by Dynamo's graph.
             eager_counts: eager may be chosen.
+            calls: of torch's functions in eager, where there are no gradients.
         """
         run, eager = _completed(run, self._device), _completed(eager, self._device)
         units = {"onnxruntime": unit}
         failed: dict[str, str] = {}
+        budget, fewest = _GLANCE
         try:
-            seconds = race({"onnxruntime": lambda: run(unit), "eager": eager})
+            seconds = race({"onnxruntime": lambda: run(unit), "eager": eager}, budget=budget, fewest=fewest)
         except Exception as error:
             _log.debug("Nothing was measured", exc_info=error)
             return None
         is_long = seconds["onnxruntime"] > _LONG
         hopeless = {"torch", CHANNELS_LAST} if seconds["eager"] > _PROMISING * seconds["onnxruntime"] else set()
+        if eager_counts and calls * _CALL < MARGIN * seconds["eager"]:
+            hopeless.add("torch")  # the same kernels: it would have to save more than it can
         if is_long:  # a second thread is waited for in vain only where there is little for it to do
             hopeless.add(ONE_THREAD)
         for name, make in self._rivals.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import math
 import operator
 import warnings
@@ -37,6 +38,7 @@ __all__ = [
     "is_named_in_place",
     "knowing",
     "plain_kernels",
+    "quietly",
     "stands_for_float",
 ]
 
@@ -100,14 +102,45 @@ def functional_graph(
     Raises:
         Untraceable: there is no such graph.
     """
-    if not (_seems_to_write(region) or any(map(_is_open, fakes))):
-        with contextlib.suppress(Untraceable):
-            module = _graph(joint, fakes, tangents, grad=grad, native=native)
+    inputs = [knowing(x.detach(), x) if isinstance(x, torch.Tensor) and not stands_for_float(x) else x for x in fakes]
+    if not _seems_to_write(region):
+        with contextlib.suppress(Untraceable), _without_assumptions():
+            module = _graph(joint, inputs, tangents, grad=grad, native=native)
             if not any(map(_writes, module.graph.nodes)):
                 return module
     functional = dispatch_functionalize(joint, FunctionalTensorMode())
     with _without_order(_ASSERTION):
-        return _graph(functional, fakes, tangents, grad=grad, native=native)
+        return _graph(functional, inputs, tangents, grad=grad, native=native)
+
+
+@contextlib.contextmanager
+def _without_assumptions() -> Iterator[None]:
+    """Have tracing fail where something would be assumed of an open size."""
+    mode = TracingContext.get().fake_mode
+    sizes = None if mode is None else mode.shape_env
+    if sizes is None:
+        yield
+        return
+    with sizes.error_on_new_guards(), quietly():
+        yield
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Keep torch from logging what sizes did not fit: something else is tried then, or the error says it."""
+    places = ("_subclasses.fake_tensor", "fx.experimental.symbolic_shapes", "fx.experimental.sym_node")
+    loggers = [logging.getLogger(f"torch.{place}") for place in places]
+
+    def quiet(record: logging.LogRecord) -> bool:
+        return False
+
+    for logger in loggers:
+        logger.addFilter(quiet)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(quiet)
 
 
 _ASSERTION = "aten::_linalg_check_errors"
@@ -137,12 +170,6 @@ _WRITING = {"setitem", *(f"i{name}" for name in _OPERATORS.split())}
 
 _STATISTICS = {aten.native_batch_norm, aten.cudnn_batch_norm, aten.miopen_batch_norm}
 """change their running statistics, which their schemas do not say"""
-
-
-def _is_open(fake: Any) -> bool:
-    if isinstance(fake, torch.Tensor):
-        return any(isinstance(size, torch.SymInt) for size in (*fake.shape, *fake.stride(), fake.storage_offset()))
-    return isinstance(fake, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _seems_to_write(region: fx.GraphModule) -> bool:
@@ -175,13 +202,12 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _graph(
-    joint: Callable[..., Any], fakes: list[Any], tangents: list[Any], *, grad: bool, native: bool
+    joint: Callable[..., Any], inputs: list[Any], tangents: list[Any], *, grad: bool, native: bool
 ) -> fx.GraphModule:
     mode = TracingContext.get().fake_mode
     assert mode is not None
     # torch's own attention on a GPU draws in ways that no graph can follow
-    plain_attention = not native or any(isinstance(x, torch.Tensor) and x.device.type == "cuda" for x in fakes)
-    plain = [knowing(x.detach(), x) if isinstance(x, torch.Tensor) and not stands_for_float(x) else x for x in fakes]
+    plain_attention = not native or any(isinstance(x, torch.Tensor) and x.device.type == "cuda" for x in inputs)
 
     def called(inputs: list[Any], tangents: list[Any]) -> Any:
         with maybe_enable_thunkify():  # only those symbolic sizes become nodes that a call has among its arguments
@@ -205,7 +231,7 @@ def _graph(
                 decomposition_table=decompositions.draws() if native else decompositions.table(),
                 tracing_mode="real",
                 _allow_non_fake_inputs=True,
-            )(plain, tangents)
+            )(inputs, tangents)
         except Untraceable:
             raise
         except DataDependentOutputException as error:

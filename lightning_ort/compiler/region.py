@@ -261,6 +261,7 @@ class Region:
                 lambda other: other.rehearse(inputs, tangents),
                 eager,
                 eager_counts=self.scaling is None,
+                calls=math.inf if incoming else sum(n.op.startswith("call") for n in self.graph.graph.nodes),
             )
 
     def _ones(self, unit: Executable | Pair, args: Sequence[Any]) -> dict[int, torch.Tensor | None]:

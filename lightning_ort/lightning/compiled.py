@@ -130,6 +130,10 @@ class CompiledMethods:
             self._compiled.clear()
         self._codes = codes
 
+    def has_run(self, name: str) -> bool:
+        """Whether the method ``name`` was called outside of inference mode, for which it is compiled by itself."""
+        return bool(self._begun[name, False])
+
     def remove(self) -> None:
         """Leave Dynamo as it was."""
         self._observer.remove()

@@ -153,6 +153,7 @@ class ORTStrategy(EngineOptions, OnDevices):
         self._steps: CompiledSteps | None = None
         self._trainer: weakref.ref[pl.Trainer] | None = None
         self._restoring: Restoring | None = None
+        self._loop_in_no_grad: Any = None
 
     @property
     @override
@@ -187,6 +188,10 @@ class ORTStrategy(EngineOptions, OnDevices):
         self._steps.set_optimizers(self.optimizers)
         self._steps.note_edits()
         self._steps.install()
+        loop = trainer.validate_loop
+        if trainer.state.fn == "validate" and loop.inference_mode and self._steps.has_run("validation_step"):
+            # as in a fit, which has it compiled: data made in inference mode are compiled for anew
+            loop.inference_mode, self._loop_in_no_grad = False, loop
 
     @override
     def teardown(self) -> None:
@@ -195,12 +200,14 @@ class ORTStrategy(EngineOptions, OnDevices):
             self._steps.remove()
         self._hooked_optimizers.remove()
         self._restoring = None
+        if self._loop_in_no_grad is not None:
+            self._loop_in_no_grad.inference_mode, self._loop_in_no_grad = True, None
         self._tell_report()
         super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
         # whoever copies or saves a callback copies its Trainer; what has been compiled cannot leave the process
-        return {**super().__getstate__(), "_steps": None, "_trainer": None}
+        return {**super().__getstate__(), "_steps": None, "_trainer": None, "_loop_in_no_grad": None}
 
     @override
     def on_train_start(self) -> None:

@@ -300,7 +300,7 @@ def test_takes_part_where_there_are_images(races, milliseconds, executor):
 @pytest.mark.usefixtures("measuring")
 def test_smaller_batches_that_do_not_gain(monkeypatch):
     """What was measured holds for them, and the report says why another one runs them."""
-    monkeypatch.setattr(contest, "race", lambda runs: {name: 1e-3 * (1 + (name != LAST)) for name in runs})
+    monkeypatch.setattr(contest, "race", lambda runs, **limits: {name: 1e-3 * (1 + (name != LAST)) for name in runs})
     net, graphs = nn.Conv2d(16, 16, 3), []
     backend = ORTBackend(RuntimeConfig(), on_graph=graphs.append)
     step = torch.compile(lambda x: net(x).square().mean(), backend=backend, dynamic=False)
@@ -318,7 +318,7 @@ def test_smaller_batches_that_do_not_gain(monkeypatch):
 def test_long_runs_are_measured_less(monkeypatch, seconds, tried):
     """The usual layout takes about what eager takes: where the other one is faster than that, it is not tried."""
     net, made = UNet(), []
-    monkeypatch.setattr(contest, "race", lambda runs: {"onnxruntime": 0.4, "eager": 0.2})
+    monkeypatch.setattr(contest, "race", lambda runs, **limits: {"onnxruntime": 0.4, "eager": 0.2})
     monkeypatch.setattr(contest, "_alone", lambda run, expected: seconds)
     make = channels_last.TorchExecutable._compile
     monkeypatch.setattr(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import json
 import os
 import weakref
@@ -142,7 +143,7 @@ def test_one_thread_where_that_is_faster(races):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_who_runs_it_on_one_thread_uses_the_trace_that_there_is(races, monkeypatch, mode):
     table, seen = races
-    table |= {"onnxruntime-one-thread": 1.0, "torch": 1.5}
+    table["onnxruntime-one-thread"] = 1.0
     trace = Mock(wraps=compilation.trace)
     monkeypatch.setattr(compilation, "trace", trace)
     TRACES.clear()
@@ -154,7 +155,8 @@ def test_who_runs_it_on_one_thread_uses_the_trace_that_there_is(races, monkeypat
             compiled(module, x.repeat(20, 1))
     assert "onnxruntime-one-thread" in seen[-1]
     assert graphs[-1].executor == "onnxruntime-one-thread"
-    assert [made.kwargs["native"] for made in trace.call_args_list] == [False, True]
+    # milliseconds in which a graph in torch could save too little
+    assert [made.kwargs["native"] for made in trace.call_args_list] == [False]
 
 
 @pytest.mark.usefixtures("two_threads")
@@ -231,7 +233,7 @@ def test_gradients_at_several_outputs(races, executor):
 
 def test_without_gradients(races):
     table, _ = races
-    table["torch"] = 1.0
+    table |= {"onnxruntime": 0.02, "torch": 0.01, "eager": 0.02}
     module, graphs = Network().eval(), []
     compiled = torch.compile(module, backend=ORTBackend(RuntimeConfig(), on_graph=graphs.append))
     with torch.no_grad():
@@ -584,6 +586,27 @@ def test_a_contest_of_long_runs(monkeypatch):
     found = race.settle("ort", run, partial(run, "eager"))
     assert found == ("native", Choice("torch", {"onnxruntime": 3000.0, "eager": 2000.0, "torch": 1000.0}))
     assert order == ["ort", "ort", "released", "eager", "released", "native", "native", "released"]
+
+
+@pytest.mark.parametrize(
+    ("calls", "eager_counts", "tried"),
+    [(100, True, False), (200, True, True), (100, False, True), (math.inf, True, True)],
+)
+def test_a_graph_in_torch_that_could_save_too_little(calls, eager_counts, tried, monkeypatch):
+    """Without gradients it has eager's kernels, and saves some microseconds at each call: 3% is what a choice takes."""
+    now, order = [0.0], []
+    monkeypatch.setattr(contest.time, "perf_counter", lambda: now[0])
+
+    def run(unit):
+        now[0] += {"ort": 0.025, "native": 0.015, "eager": 0.02}[unit]
+        order.append(unit)
+
+    key = contest.Key(f"graph {calls} {eager_counts}", "sizes", 1, "program")
+    race = contest.Contest(key, {"torch": lambda: "native"}, torch.device("cpu"))
+    unit, choice = race.settle("ort", run, partial(run, "eager"), eager_counts=eager_counts, calls=calls)
+    assert ("native" in order) == tried
+    assert unit == ("native" if tried else None)
+    assert choice.executor == ("torch" if tried else "eager")
 
 
 def test_a_run_on_a_gpu_ends_when_the_gpu_is_done(monkeypatch):

@@ -68,6 +68,33 @@ def test_values_gradients_and_buffers_are_those_of_eager(function, expected, pla
     assert bool(accounts) == expected
 
 
+def _scaled(x):
+    return F.layer_norm(x * x.shape[0], (4,)).square().sum()
+
+
+def _halves(x):
+    return torch.cat(x.chunk(2)).square().sum()
+
+
+@pytest.mark.parametrize(("function", "expected"), [(_scaled, False), (_halves, True)])
+@pytest.mark.parametrize("placement", ["onnxruntime", "torch"])
+def test_open_sizes_of_which_nothing_is_assumed(function, expected, placement, accounts, caplog):
+    """A trace that would assume something, that halves have several rows say, ends before it does, without a word."""
+    step = torch.compile(function, backend="lightning_ort", options={"placement": placement})
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for rows in (6, 4, 8):
+        x = torch.randn(rows, 4, dtype=torch.float64, requires_grad=True)
+        y = x.detach().clone().requires_grad_()
+        torch._dynamo.maybe_mark_dynamic(y, 0)
+        (loss, found) = function(x), step(y)
+        loss.backward()
+        found.backward()
+        torch.testing.assert_close([found, y.grad], [loss, x.grad], rtol=1e-12, atol=1e-12)
+    assert bool(accounts) == expected
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
+    assert not caplog.records
+
+
 def test_long_chains_of_sizes():
     """Sizes of which each follows from the one before it become nodes when the last is asked for."""
 

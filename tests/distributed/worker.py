@@ -422,7 +422,9 @@ def in_turns(folder: Path) -> dict[str, Any]:
     rank, found = dist.get_rank(), {}
     milliseconds = [(2.0, 1.0), (1.0, 1.5)][rank]  # as it is is faster by 0.5 for the one, slower by that for another
     pretended = mock.Mock(side_effect=lambda row: milliseconds[pretended.call_count % 2 == 0] / 1e3)
-    ort_only = mock.patch.object(contest, "race", lambda runs: {name: float(name != "onnxruntime") for name in runs})
+    ort_only = mock.patch.object(
+        contest, "race", lambda runs, **limits: {name: float(name != "onnxruntime") for name in runs}
+    )
     settings = {"LIGHTNING_ORT_MEASURE": "1", "LIGHTNING_ORT_CACHE_DIR": str(folder / f"cache {rank}")}
     fits = {
         "images": (Images, {}),  # what is logged by all waits for what is gathered, or the other way round

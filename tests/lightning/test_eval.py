@@ -61,6 +61,30 @@ def test_validate_test_predict(inference_mode):
         assert_in_ort(trainer, name, graphs=4, recompilations=2)  # test_step breaks at its metric
 
 
+@pytest.mark.parametrize("inference_mode", [True, False])
+def test_validation_after_a_fit_is_that_within_it(inference_mode):
+    """One graph: inference mode would have another one, and is on again where nothing was compiled before."""
+    modes = []
+
+    class Noting(Classifier):
+        def on_test_epoch_end(self):
+            modes.append(torch.is_inference_mode_enabled())
+
+    def run(strategy):
+        module, data = Noting(), TableData()
+        trainer = make_trainer(strategy, max_epochs=2, inference_mode=inference_mode)
+        trainer.fit(module, data)
+        metrics = trainer.validate(module, data, verbose=False)
+        assert trainer.validate_loop.inference_mode == inference_mode
+        return trainer, metrics + trainer.test(module, data, verbose=False)
+
+    (_, expected), (trainer, actual) = each_strategy(run)
+    for one, other in zip(expected, actual, strict=True):
+        assert_same_metrics(one, other)
+    assert_in_ort(trainer, "validation_step", graphs=2, recompilations=1)  # whole batches, and the last one
+    assert modes == [inference_mode] * 2
+
+
 def test_evaluation_between_fits():
     """Inference mode in between leaves nothing behind that training trips over."""
 

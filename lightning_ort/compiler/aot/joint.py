@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import sympy
 import torch
@@ -18,7 +16,7 @@ from lightning_ort.compiler.aot.forward import Forward, region_of, run_fake
 from lightning_ort.compiler.aot.inputs import Fakes, InputInfo, is_small, usual_hints
 from lightning_ort.compiler.aot.requirements import required_sizes
 from lightning_ort.compiler.aot.sizes import bound, independent, varying
-from lightning_ort.compiler.functional_graph import Untraceable
+from lightning_ort.compiler.functional_graph import Untraceable, quietly
 from lightning_ort.compiler.trace import Derivative, Traced, trace
 from lightning_ort.errors import UnsupportedError
 from lightning_ort.onnx_reader import OnnxModule
@@ -99,7 +97,7 @@ def trace_joint(
         _check_names(module, made, module.buffer_names.values() if statistics else ())
         _check_incoming(incoming, wanted)
     examples = usual_hints(varying(infos)) if hints is None else hints
-    with _without_tracebacks():
+    with quietly():
         joint = _joint(module, infos, differentiated, incoming, wanted, statistics, what, examples, conditional)
     if isinstance(module, OnnxModule):
         made = {new: f"the new value of {name!r}" for name, new in joint.updates.items()}
@@ -203,24 +201,6 @@ def _in_names(error: Exception, fakes: Fakes | None) -> Exception:
     renamed = type(error)(text)
     renamed.__cause__ = error.__cause__
     return renamed
-
-
-@contextlib.contextmanager
-def _without_tracebacks() -> Iterator[None]:
-    """Keep torch from logging what sizes did not fit: other sizes are tried then, or the error says it."""
-    places = ("_subclasses.fake_tensor", "fx.experimental.symbolic_shapes", "fx.experimental.sym_node")
-    loggers = [logging.getLogger(f"torch.{place}") for place in places]
-
-    def quiet(record: logging.LogRecord) -> bool:
-        return False
-
-    for logger in loggers:
-        logger.addFilter(quiet)
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(quiet)
 
 
 def _trace(
