@@ -193,7 +193,7 @@ def trace(
             if scaled:
                 gradients = unscaled(gradients, tangents[0])
         flat = [*outputs, *gradients, *local]
-        return [x.detach() if isinstance(x, torch.Tensor) else x for x in flat]
+        return [x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x for x in flat]
 
     module = functional_graph(joint, region, list(fakes), tangent_fakes, grad=grad, native=native)
     return _signature(module, fakes, wanted, differentiated if tangent_fakes else (), native, scaled)

@@ -104,6 +104,58 @@ def test_open_sizes_that_are_compared():
     assert not ours.trainer.strategy.report()["training_step"].in_torch
 
 
+class Recurrent(LightningModule):
+    """A recurrent layer of both directions over sequences, which a batch has of one length."""
+
+    def __init__(self, kind, **options) -> None:
+        super().__init__()
+        self.layer = kind(4, 6, batch_first=True, bidirectional=True, **options)
+        self.head = nn.Linear(12, 1)
+
+    def training_step(self, batch, batch_idx):
+        outputs, state = self.layer(batch)
+        hidden = state[0] if isinstance(state, tuple) else state
+        return self.head(outputs).tanh().mean() + hidden.square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def lengths(*steps: int) -> DataLoader:
+    generator = torch.Generator().manual_seed(2)
+    return DataLoader([torch.randn(3, n, 4, generator=generator) for n in steps], batch_size=None)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (nn.LSTM, {}),
+        (nn.GRU, {}),
+        (nn.RNN, {}),
+        (nn.RNN, {"nonlinearity": "relu"}),
+        (nn.GRU, {"num_layers": 2, "dropout": 0.3}),
+        (nn.LSTM, {"num_layers": 2, "dropout": 0.3, "bias": False}),
+    ],
+)
+def test_recurrent_layers_over_sequences_of_any_length(kind, options, precision):
+    """They are no loop over one length: the second one opens it for all others."""
+
+    def trained(strategy):
+        loaders = (lambda: lengths(12, 9, 15, 7, 21, 11), lambda: lengths(8, 8))
+        return fit(lambda: Recurrent(kind, **options), *loaders, strategy=strategy, precision=precision, max_epochs=2)
+
+    theirs, ours = trained("auto"), trained("ort")
+    atol = 1e-6 if precision == "32-true" else 2e-2
+    assert_same_state(state_of(theirs.module), state_of(ours.module), atol)
+    torch.testing.assert_close(ours.trainer.callback_metrics, theirs.trainer.callback_metrics, rtol=1e-2, atol=atol)
+    assert reports(ours.trainer) == {"validation_step": (1, 0), "training_step": (1, 0)}
+    assert not ours.trainer.strategy.report()["training_step"].in_torch
+
+
 def test_what_validation_has_seen(unpadded):
     """Two batches of another length in the sanity check, and training has open lengths from its first batch on."""
     run = fit(TextClassifier, sentences, lambda: sentences(n=35), max_epochs=1)

@@ -173,7 +173,7 @@ def _network(
 
 
 # torch's own trace of recurrent layers leaves out the dropout between them
-@composes(aten.lstm.input, native=True, casting=True)
+@composes(aten.lstm.input, native=True, casting=True, keeps_open=True)
 def lstm(
     x: Tensor,
     states: Sequence[Tensor],
@@ -194,7 +194,7 @@ def lstm(
 
 
 def _register_single_state(overload: Any, layer: Layer) -> None:
-    @composes(overload, native=True, casting=True)
+    @composes(overload, native=True, casting=True, keeps_open=True)
     def network(x: Tensor, hidden: Tensor, parameters: Sequence[Tensor], biased: bool, *options: Any) -> Any:
         return _network(layer, x, [hidden], parameters, 2 + 2 * biased, biased, *options)
 
