@@ -16,6 +16,7 @@ import contextlib
 import functools
 import operator
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.builtin import BuiltinVariable, GetAttrBuiltinVariable, HasAttrBuiltinVariable
 from torch._dynamo.variables.functions import CollectiveFunctionRewriteVariable
 from torch._dynamo.variables.lists import BaseListVariable, DequeVariable, TupleVariable
-from torch._dynamo.variables.misc import AutogradFunctionVariable, NumpyVariable, RandomVariable
+from torch._dynamo.variables.misc import AutogradFunctionVariable, DebuggingVariable, NumpyVariable, RandomVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, supported_comparison_ops
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedTupleVariable
@@ -47,8 +48,8 @@ from lightning_ort.compiler.dynamo_words import source_of
 
 __all__ = ["SETTINGS", "as_declared", "left_to_python"]
 
-SETTINGS = {"trace_numpy": False}
-"""Settings of ``torch._dynamo.config``: NumPy's functions get NumPy's arrays."""
+SETTINGS = {"trace_numpy": False, "reorderable_logging_functions": {warnings.warn}}
+"""Settings of ``torch._dynamo.config``: NumPy's functions get NumPy's arrays, and warnings are given behind a graph."""
 
 _OF_NUMBERS = {np.prod, np.clip, np.round, np.float64, np.int64}
 """what is folded beside ufuncs"""
@@ -310,6 +311,21 @@ def _is_drawn(builder: Any, value: Any) -> str | None:
     return "a random number with a fraction" if drawn else None
 
 
+def _warning(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A warning is given when the graph has run. Dynamo by itself forgets that of a function which the step calls, and
+    one of a tensor would tell of it as it is by then."""
+
+    def call_function(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if self.value is not warnings.warn:
+            return call(self, tx, args, kwargs)
+        if not all(isinstance(known(x), ConstantVariable) for x in [*args, *kwargs.values()]):
+            leave_to_python("warnings.warn of anything but a text")
+        tx.output.root_tx.debug_locals.append((self, [*args]))
+        return ConstantVariable.create(None)
+
+    return call_function
+
+
 def _is_collective(function: Any, *_: Any) -> str:
     return f"torch.distributed.{function.fn.__name__}"
 
@@ -354,6 +370,7 @@ _REPLACED: list[tuple[Any, str, Callable[..., Callable[..., Any]]]] = [
     (BuiltinVariable, "call_function", lambda original: _marking(changing(writing(comparing(computing(original)))))),
     (TorchInGraphFunctionVariable, "call_function", lambda original: _making_tensors(taking_functions(original))),
     (UserDefinedTupleVariable, "__init__", _begun),
+    (DebuggingVariable, "call_function", _warning),
     *MENDS,
 ]
 """Functions of Dynamo by their owners, and what makes the one that takes their place."""

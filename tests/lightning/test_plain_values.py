@@ -342,6 +342,63 @@ def test_a_call_that_dynamo_cannot_look_into_is_no_warning():
     assert list(warnings.filters) == before
 
 
+def _warn(text, *category):
+    warnings.warn(text, *category)
+
+
+def test_warnings_break_no_graph():
+    """They are given once a step, also by a function that it calls; of a text alone, which is there from the start."""
+
+    def warned(self, x, i):
+        warnings.warn("by the step")
+        hidden = self.net(x)
+        _warn("by a function")
+        return hidden.square().mean()
+
+    texts = []
+    for strategy in ("auto", ORTStrategy()):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run, seen = trained(warned, strategy)
+        texts.append([str(w.message) for w in caught if w.filename == __file__])
+    assert texts[0] == ["by the step", "by a function"] * 6
+    assert sorted(texts[1]) == sorted(texts[0])
+    step = step_report(run.trainer, "training_step")
+    assert (step.graphs, step.graph_breaks) == (1, [])
+
+
+@pytest.mark.parametrize("asked", ["a tensor", "a category"])
+def test_warnings_that_break_one(asked):
+    def warned(self, x, i):
+        hidden = self.net(x)
+        if asked == "a tensor":
+            _warn(f"the mean is {hidden.mean():.6f}")
+        else:
+            _warn("deprecated", DeprecationWarning)
+        hidden += 1
+        return hidden.square().mean()
+
+    found = []
+    for strategy in ("auto", ORTStrategy()):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trained(warned, strategy)
+        found.append([(str(w.message), w.category) for w in caught if w.filename == __file__])
+    assert len(found[0]) == 6
+    assert found[1] == found[0]
+
+
+def test_a_warning_that_is_an_error():
+    def warned(self, x, i):
+        _warn("too much")
+        return self.net(x).square().mean()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "too much")
+        with pytest.raises(UserWarning, match="too much"):
+            trained(warned, ORTStrategy())
+
+
 def test_a_step_that_takes_a_new_seed_gives_it_to_the_generator():
     taken, found = [], []
 
