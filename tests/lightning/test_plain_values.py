@@ -350,7 +350,7 @@ def test_warnings_break_no_graph():
     """They are given once a step, also by a function that it calls; of a text alone, which is there from the start."""
 
     def warned(self, x, i):
-        warnings.warn("by the step")
+        warnings.warn("by the step", stacklevel=1)
         hidden = self.net(x)
         _warn("by a function")
         return hidden.square().mean()
@@ -359,7 +359,7 @@ def test_warnings_break_no_graph():
     for strategy in ("auto", ORTStrategy()):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            run, seen = trained(warned, strategy)
+            run, _ = trained(warned, strategy)
         texts.append([str(w.message) for w in caught if w.filename == __file__])
     assert texts[0] == ["by the step", "by a function"] * 6
     assert sorted(texts[1]) == sorted(texts[0])
