@@ -111,6 +111,11 @@ class Recurrent(LightningModule):
         super().__init__()
         self.layer = kind(4, 6, batch_first=True, bidirectional=True, **options)
         self.head = nn.Linear(12, 1)
+        self.arrived: list[str] = []
+
+    def on_fit_start(self) -> None:
+        for name, parameter in self.named_parameters():
+            parameter.register_hook(lambda gradient, name=name: self.arrived.append(name))
 
     def training_step(self, batch, batch_idx):
         outputs, state = self.layer(batch)
@@ -142,7 +147,7 @@ def lengths(*steps: int) -> DataLoader:
     ],
 )
 def test_recurrent_layers_over_sequences_of_any_length(kind, options, precision):
-    """They are no loop over one length: the second one opens it for all others."""
+    """They are no loop over one length, and their gradients arrive in eager's order."""
 
     def trained(strategy):
         loaders = (lambda: lengths(12, 9, 15, 7, 21, 11), lambda: lengths(8, 8))
@@ -152,6 +157,8 @@ def test_recurrent_layers_over_sequences_of_any_length(kind, options, precision)
     atol = 1e-6 if precision == "32-true" else 2e-2
     assert_same_state(state_of(theirs.module), state_of(ours.module), atol)
     torch.testing.assert_close(ours.trainer.callback_metrics, theirs.trainer.callback_metrics, rtol=1e-2, atol=atol)
+    assert len(theirs.module.arrived) == 12 * len(state_of(theirs.module))
+    assert ours.module.arrived == theirs.module.arrived
     assert reports(ours.trainer) == {"validation_step": (1, 0), "training_step": (1, 0)}
     assert not ours.trainer.strategy.report()["training_step"].in_torch
 

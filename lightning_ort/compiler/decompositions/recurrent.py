@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+# Whether something is being traced has no public name.
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from lightning_ort.compiler import custom_ops
 from lightning_ort.compiler.decompositions.registry import composes
 
-__all__: list[str] = []
+__all__ = ["told_by_few_steps"]
 
 aten = torch.ops.aten
 
@@ -173,7 +179,7 @@ def _network(
 
 
 # torch's own trace of recurrent layers leaves out the dropout between them
-@composes(aten.lstm.input, native=True, casting=True, keeps_open=True)
+@composes(aten.lstm.input, native=True, casting=True)
 def lstm(
     x: Tensor,
     states: Sequence[Tensor],
@@ -194,7 +200,7 @@ def lstm(
 
 
 def _register_single_state(overload: Any, layer: Layer) -> None:
-    @composes(overload, native=True, casting=True, keeps_open=True)
+    @composes(overload, native=True, casting=True)
     def network(x: Tensor, hidden: Tensor, parameters: Sequence[Tensor], biased: bool, *options: Any) -> Any:
         return _network(layer, x, [hidden], parameters, 2 + 2 * biased, biased, *options)
 
@@ -202,6 +208,42 @@ def _register_single_state(overload: Any, layer: Layer) -> None:
 _register_single_state(aten.gru.input, _gru_layer)
 _register_single_state(aten.rnn_tanh.input, _rnn_layer(relu=False))
 _register_single_state(aten.rnn_relu.input, _rnn_layer(relu=True))
+
+
+_FEW = 2
+"""steps after which what autograd notes of a layer no longer changes but in length"""
+
+
+@contextlib.contextmanager
+def told_by_few_steps() -> Iterator[None]:
+    """Have Dynamo find out by the first steps what the results of a recurrent layer are like, and what autograd keeps.
+
+    torch's own way makes all of them, which takes long, and settles their number where it is open.
+    """
+    overloads = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
+    before = {overload: dict(overload.py_kernels) for overload in overloads}
+    for overload, kernels in before.items():
+        overload.py_kernels.update({key: functools.partial(_by_few_steps, f) for key, f in kernels.items()})
+        overload._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for overload, kernels in before.items():
+            overload.py_kernels.clear()
+            overload.py_kernels.update(kernels)
+            overload._dispatch_cache.clear()
+
+
+def _by_few_steps(network: Callable[..., Any], x: Tensor, *rest: Any) -> Any:
+    *others, batch_first = rest
+    steps = x.shape[1 if batch_first else 0]
+    is_asked = isinstance(x, FakeTensor) and get_proxy_mode() is None
+    if not is_asked or (isinstance(steps, int) and steps <= _FEW):
+        return network(x, *rest)
+    rows = x.transpose(0, 1) if batch_first else x
+    outputs, *finals = network(rows.narrow(0, 0, _FEW), *others, False)
+    outputs = torch.cat([outputs, outputs[-1:].expand(steps - _FEW, *outputs.shape[1:])])
+    return (outputs.transpose(0, 1) if batch_first else outputs, *finals)
 
 
 @composes(aten.lstm_cell.default, casting=True)

@@ -18,7 +18,7 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch._prims_common import compute_elementwise_output_logical_to_physical_perm, suggest_memory_format
 
 # Nodes tell what call they are written for, as those of torch's own rewritings do; there is no public name for it.
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, set_original_aten_op
+from torch.fx.experimental.proxy_tensor import set_original_aten_op
 
 __all__ = [
     "DECOMPOSITIONS",
@@ -32,7 +32,6 @@ __all__ = [
     "lies_as_computed",
     "lies_as_read",
     "lies_in_rows",
-    "open_sizes_kept",
     "refuse_unless",
 ]
 
@@ -75,11 +74,10 @@ def keeps(*overloads: Any) -> None:
 _COMPOSITES: dict[Any, Callable[..., Any]] = {}
 _NATIVE: set[Any] = set()
 _CASTING: set[Any] = set()
-_OPEN: set[Any] = set()
 
 
 def composes(
-    *overloads: Any, native: bool = False, casting: bool = False, as_read: bool = False, keeps_open: bool = False
+    *overloads: Any, native: bool = False, casting: bool = False, as_read: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function with the signature of the ATen overloads, written in differentiable torch calls.
 
@@ -93,7 +91,6 @@ def composes(
             none of it: torch has one kernel there.
         as_read: results lie in memory as the image does that is the first argument, whatever the function calls.
             Random numbers are drawn into memory in its order.
-        keeps_open: torch's way of telling what results are like settles a size that is open, and this way does not.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,8 +102,6 @@ def composes(
                 _NATIVE.add(overload)
             if casting:
                 _CASTING.add(overload)
-            if keeps_open:
-                _OPEN.add(overload)
         return function
 
     return register
@@ -223,39 +218,6 @@ def composites(*, native: bool = False) -> Iterator[None]:
             overload.py_kernels.clear()
             overload.py_kernels.update(kernels)
             overload._dispatch_cache.clear()
-
-
-@contextlib.contextmanager
-def open_sizes_kept() -> Iterator[None]:
-    """Have Dynamo find out what results are like by the functions that are registered as keeping sizes open.
-
-    It looks outside of a trace; traces that are not of this package are left to torch.
-    """
-    before = {overload: dict(overload.py_kernels) for overload in _OPEN}
-    for overload, kernels in before.items():
-        for key in _keys(overload):
-            overload.py_kernels[key] = _outside_traces(overload, kernels.get(key))
-        overload._dispatch_cache.clear()
-    try:
-        yield
-    finally:
-        for overload, kernels in before.items():
-            overload.py_kernels.clear()
-            overload.py_kernels.update(kernels)
-            overload._dispatch_cache.clear()
-
-
-def _outside_traces(overload: Any, torch_kernel: Callable[..., Any] | None) -> Callable[..., Any]:
-    ours, torchs = (_or_torch(overload, f, torch_kernel) for f in (_COMPOSITES[overload], _left_to_torch))
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        return (ours if get_proxy_mode() is None else torchs)(*args, **kwargs)
-
-    return kernel
-
-
-def _left_to_torch(*args: Any, **kwargs: Any) -> Any:
-    return NotImplemented
 
 
 def _as_it_lies(overload: Any, order_of: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
