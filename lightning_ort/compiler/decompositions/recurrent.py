@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from lightning_ort.compiler import custom_ops
-from lightning_ort.compiler.decompositions.registry import composes
+from lightning_ort.compiler.decompositions.registry import composes, kernels_put_back
 
 __all__ = ["told_by_few_steps"]
 
@@ -221,17 +221,11 @@ def told_by_few_steps() -> Iterator[None]:
     torch's own way makes all of them, which takes long, and settles their number where it is open.
     """
     overloads = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
-    before = {overload: dict(overload.py_kernels) for overload in overloads}
-    for overload, kernels in before.items():
-        overload.py_kernels.update({key: functools.partial(_by_few_steps, f) for key, f in kernels.items()})
-        overload._dispatch_cache.clear()
-    try:
-        yield
-    finally:
+    with kernels_put_back(overloads) as before:
         for overload, kernels in before.items():
-            overload.py_kernels.clear()
-            overload.py_kernels.update(kernels)
+            overload.py_kernels.update({key: functools.partial(_by_few_steps, f) for key, f in kernels.items()})
             overload._dispatch_cache.clear()
+        yield
 
 
 def _by_few_steps(network: Callable[..., Any], x: Tensor, *rest: Any) -> Any:

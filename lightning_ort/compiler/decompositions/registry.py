@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -29,6 +29,7 @@ __all__ = [
     "decomposes",
     "keeps",
     "keeps_if_native",
+    "kernels_put_back",
     "lies_as_computed",
     "lies_as_read",
     "lies_in_rows",
@@ -198,21 +199,28 @@ def composites(*, native: bool = False) -> Iterator[None]:
     if native:
         chosen = {**{o: f for o, f in _COMPOSITES.items() if o in _NATIVE}, **_NATIVE_ONLY}
     chosen |= {overload: functools.partial(_as_it_lies, overload, order) for overload, order in _LAYOUTS.items()}
-    before = {overload: dict(overload.py_kernels) for overload in chosen}
-    for overload, function in chosen.items():
-        for key in _keys(overload):
-            if function is None:
-                overload.py_kernels.pop(key, None)
-            else:
-                overload.py_kernels[key] = _or_torch(overload, function, before[overload].get(key))
-        overload._dispatch_cache.clear()
-    if native:
-        for overload, fake in _FAKES.items():
-            before.setdefault(overload, dict(overload.py_kernels))
-            overload.py_kernels[DispatchKey.Meta] = fake
+    replaced = [*chosen, *(_FAKES if native else ())]
+    with kernels_put_back(replaced) as before:
+        for overload, function in chosen.items():
+            for key in _keys(overload):
+                if function is None:
+                    overload.py_kernels.pop(key, None)
+                else:
+                    overload.py_kernels[key] = _or_torch(overload, function, before[overload].get(key))
+        if native:
+            for overload, fake in _FAKES.items():
+                overload.py_kernels[DispatchKey.Meta] = fake
+        for overload in replaced:
             overload._dispatch_cache.clear()
-    try:
         yield
+
+
+@contextlib.contextmanager
+def kernels_put_back(overloads: Iterable[Any]) -> Iterator[dict[Any, dict[DispatchKey, Any]]]:
+    """A block that may give ``overloads`` other kernels for the Python dispatcher; gives those they have, per key."""
+    before = {overload: dict(overload.py_kernels) for overload in overloads}
+    try:
+        yield before
     finally:
         for overload, kernels in before.items():
             overload.py_kernels.clear()
