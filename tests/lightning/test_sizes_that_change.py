@@ -163,6 +163,36 @@ def test_recurrent_layers_over_sequences_of_any_length(kind, options, precision)
     assert not ours.trainer.strategy.report()["training_step"].in_torch
 
 
+class Pooled(LightningModule):
+    """Maxima over windows of sequences, whose number follows from the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv1d(4, 6, 3, padding=1), nn.Conv1d(6, 1, 1)
+
+    def training_step(self, batch, batch_idx):
+        x = nn.functional.max_pool1d(self.first(batch.transpose(1, 2)), 3, 2, ceil_mode=True)
+        return self.last(nn.functional.max_pool1d(x, 2)).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("placement", ["onnxruntime", "torch"])
+def test_maxima_over_sequences_of_any_length(placement):
+    def trained(strategy):
+        loaders = (lambda: lengths(12, 9, 15, 7, 21, 11), lambda: lengths(8, 8))
+        return fit(Pooled, *loaders, strategy=strategy, max_epochs=2)
+
+    theirs, ours = trained("auto"), trained(ORTStrategy(placement=placement))
+    assert_same_state(state_of(theirs.module), state_of(ours.module), 1e-6)
+    torch.testing.assert_close(ours.trainer.callback_metrics, theirs.trainer.callback_metrics)
+    assert reports(ours.trainer) == {"validation_step": (1, 0), "training_step": (1, 0)}
+
+
 def test_what_validation_has_seen(unpadded):
     """Two batches of another length in the sanity check, and training has open lengths from its first batch on."""
     run = fit(TextClassifier, sentences, lambda: sentences(n=35), max_epochs=1)

@@ -12,12 +12,24 @@ import torch
 from torch import Tensor
 
 from lightning_ort.compiler import custom_ops
-from lightning_ort.compiler.decompositions.registry import composes, decomposes, keeps
+from lightning_ort.compiler.decompositions.registry import composes, decomposes, keeps, tells
 from lightning_ort.compiler.decompositions.resize import along_each
 
 aten = torch.ops.aten
 
 keeps(aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default)
+
+
+@composes(aten.max_pool1d.default, native=True)
+def max_pool1d(x: Tensor, *options: Any) -> Tensor:
+    """With the indices that autograd asks for; torch's kernel that makes none settles an open length."""
+    return aten.max_pool1d_with_indices.default(x, *options)[0]
+
+
+@tells(aten.max_pool1d.default)
+def max_pool1d_with_indices(pool: Any, x: Tensor, *options: Any) -> Tensor:
+    """As eager has it where there are gradients."""
+    return max_pool1d(x, *options)
 
 
 def _spread(values: Sequence[int], n: int) -> list[int]:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-
-# Whether something is being traced has no public name.
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from lightning_ort.compiler import custom_ops
-from lightning_ort.compiler.decompositions.registry import composes, kernels_put_back
+from lightning_ort.compiler.decompositions.registry import composes, tells
 
-__all__ = ["told_by_few_steps"]
+__all__: list[str] = []
 
 aten = torch.ops.aten
 
@@ -214,25 +208,12 @@ _FEW = 2
 """steps after which what autograd notes of a layer no longer changes but in length"""
 
 
-@contextlib.contextmanager
-def told_by_few_steps() -> Iterator[None]:
-    """Have Dynamo find out by the first steps what the results of a recurrent layer are like, and what autograd keeps.
-
-    torch's own way makes all of them, which takes long, and settles their number where it is open.
-    """
-    overloads = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
-    with kernels_put_back(overloads) as before:
-        for overload, kernels in before.items():
-            overload.py_kernels.update({key: functools.partial(_by_few_steps, f) for key, f in kernels.items()})
-            overload._dispatch_cache.clear()
-        yield
-
-
-def _by_few_steps(network: Callable[..., Any], x: Tensor, *rest: Any) -> Any:
+@tells(aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
+def by_few_steps(network: Callable[..., Any], x: Tensor, *rest: Any) -> Any:
+    """All steps, which torch makes to tell what results are like, take long, and settle how many there are."""
     *others, batch_first = rest
     steps = x.shape[1 if batch_first else 0]
-    is_asked = isinstance(x, FakeTensor) and get_proxy_mode() is None
-    if not is_asked or (isinstance(steps, int) and steps <= _FEW):
+    if isinstance(steps, int) and steps <= _FEW:
         return network(x, *rest)
     rows = x.transpose(0, 1) if batch_first else x
     outputs, *finals = network(rows.narrow(0, 0, _FEW), *others, False)

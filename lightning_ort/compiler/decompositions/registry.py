@@ -17,8 +17,10 @@ from torch._C import DispatchKey, DispatchKeySet
 # there are no public names for these.
 from torch._prims_common import compute_elementwise_output_logical_to_physical_perm, suggest_memory_format
 
+from torch._subclasses.fake_tensor import FakeTensor
+
 # Nodes tell what call they are written for, as those of torch's own rewritings do; there is no public name for it.
-from torch.fx.experimental.proxy_tensor import set_original_aten_op
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, set_original_aten_op
 
 __all__ = [
     "DECOMPOSITIONS",
@@ -29,11 +31,12 @@ __all__ = [
     "decomposes",
     "keeps",
     "keeps_if_native",
-    "kernels_put_back",
     "lies_as_computed",
     "lies_as_read",
     "lies_in_rows",
     "refuse_unless",
+    "results_told",
+    "tells",
 ]
 
 aten = torch.ops.aten
@@ -200,7 +203,7 @@ def composites(*, native: bool = False) -> Iterator[None]:
         chosen = {**{o: f for o, f in _COMPOSITES.items() if o in _NATIVE}, **_NATIVE_ONLY}
     chosen |= {overload: functools.partial(_as_it_lies, overload, order) for overload, order in _LAYOUTS.items()}
     replaced = [*chosen, *(_FAKES if native else ())]
-    with kernels_put_back(replaced) as before:
+    with _kernels_put_back(replaced) as before:
         for overload, function in chosen.items():
             for key in _keys(overload):
                 if function is None:
@@ -216,7 +219,7 @@ def composites(*, native: bool = False) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def kernels_put_back(overloads: Iterable[Any]) -> Iterator[dict[Any, dict[DispatchKey, Any]]]:
+def _kernels_put_back(overloads: Iterable[Any]) -> Iterator[dict[Any, dict[DispatchKey, Any]]]:
     """A block that may give ``overloads`` other kernels for the Python dispatcher; gives those they have, per key."""
     before = {overload: dict(overload.py_kernels) for overload in overloads}
     try:
@@ -228,14 +231,52 @@ def kernels_put_back(overloads: Iterable[Any]) -> Iterator[dict[Any, dict[Dispat
             overload._dispatch_cache.clear()
 
 
+_TOLD: dict[Any, Callable[..., Any]] = {}
+
+
+def tells(*overloads: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register what tells Dynamo what the results of the overloads are like, where torch's way settles an open size.
+
+    It is called with torch's way, and then as they are. What autograd notes, and in which order, should be as in eager:
+    that is what is read of it.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        _TOLD.update(dict.fromkeys(overloads, function))
+        return function
+
+    return register
+
+
+@contextlib.contextmanager
+def results_told() -> Iterator[None]:
+    """Have Dynamo ask the functions that are registered; traces, and calls with values, are left to torch."""
+    with _kernels_put_back(_TOLD) as before:
+        for overload, kernels in before.items():
+            for key in _keys(overload):
+                torch_kernel = kernels.get(key) or functools.partial(_as_torch_has_it, overload)
+                overload.py_kernels[key] = functools.partial(_told, _TOLD[overload], torch_kernel)
+            overload._dispatch_cache.clear()
+        yield
+
+
+def _told(function: Callable[..., Any], torch_kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if isinstance(args[0], FakeTensor) and get_proxy_mode() is None:
+        return function(torch_kernel, *args, **kwargs)
+    return torch_kernel(*args, **kwargs)
+
+
+def _as_torch_has_it(overload: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch._C._DisablePythonDispatcher():
+        return overload(*args, **kwargs)
+
+
 def _as_it_lies(overload: Any, order_of: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     on_cpu = all(x.device.type == "cpu" for x in args if isinstance(x, Tensor))
     order = order_of(*args, **kwargs) if on_cpu else None
     if order is None:
         return NotImplemented
-    with torch._C._DisablePythonDispatcher():
-        results = overload(*args, **kwargs)
-    return _in_order(results, args[0], order)
+    return _in_order(_as_torch_has_it(overload, *args, **kwargs), args[0], order)
 
 
 def _order_of(image: Tensor) -> torch.memory_format:
@@ -274,8 +315,7 @@ def _or_torch(overload: Any, function: Callable[..., Any], torch_kernel: Callabl
                 return result
         if torch_kernel is not None:
             return torch_kernel(*args, **kwargs)
-        with torch._C._DisablePythonDispatcher():
-            return overload(*args, **kwargs)
+        return _as_torch_has_it(overload, *args, **kwargs)
 
     return kernel
 
