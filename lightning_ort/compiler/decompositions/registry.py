@@ -16,7 +16,6 @@ from torch._C import DispatchKey, DispatchKeySet
 # A fake of an image says how it lies as the image would, and what is computed of fakes lies as it would of tensors;
 # there are no public names for these.
 from torch._prims_common import compute_elementwise_output_logical_to_physical_perm, suggest_memory_format
-
 from torch._subclasses.fake_tensor import FakeTensor
 
 # Nodes tell what call they are written for, as those of torch's own rewritings do; there is no public name for it.
