@@ -66,8 +66,12 @@ class Preparation:
     """Dynamo as steps need it: its settings, and the values left to Python that it has no faithful stand-in for."""
 
     def __init__(self) -> None:
+        behind_graphs = "reorderable_logging_functions"  # the user may have said of others that they may be
+        users = getattr(torch._dynamo.config, behind_graphs)
         # making them takes longer than entering them
-        self._settings = torch._dynamo.config.patch(DYNAMO_SETTINGS)
+        self._settings = torch._dynamo.config.patch(
+            {**DYNAMO_SETTINGS, behind_graphs: users | DYNAMO_SETTINGS[behind_graphs]}
+        )
         self._early = torch._dynamo.config.patch(_EARLY)
 
     @contextlib.contextmanager

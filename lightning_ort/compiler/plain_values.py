@@ -311,17 +311,20 @@ def _is_drawn(builder: Any, value: Any) -> str | None:
     return "a random number with a fraction" if drawn else None
 
 
-def _warning(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A warning is given when the graph has run. Dynamo by itself forgets that of a function which the step calls, and
-    one of a tensor would tell of it as it is by then."""
+def _behind_the_graph(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A warning is given when the graph has run, and so is what else the user has said may be. Dynamo forgets those of
+    functions that the step calls, and a warning of a tensor would tell of it as it is by then."""
 
     def call_function(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if self.value is not warnings.warn:
-            return call(self, tx, args, kwargs)
-        if not all(isinstance(known(x), ConstantVariable) for x in [*args, *kwargs.values()]):
+        given = [known(x) for x in [*args, *kwargs.values()]]
+        if self.value is warnings.warn and not all(isinstance(x, ConstantVariable) for x in given):
             leave_to_python("warnings.warn of anything but a text")
-        tx.output.root_tx.debug_locals.append((self, [*args]))
-        return ConstantVariable.create(None)
+        before = len(tx.debug_locals)
+        result = call(self, tx, args, kwargs)
+        root = tx.output.root_tx
+        if tx is not root:
+            root.debug_locals += tx.debug_locals[before:]
+        return result
 
     return call_function
 
@@ -370,7 +373,7 @@ _REPLACED: list[tuple[Any, str, Callable[..., Callable[..., Any]]]] = [
     (BuiltinVariable, "call_function", lambda original: _marking(changing(writing(comparing(computing(original)))))),
     (TorchInGraphFunctionVariable, "call_function", lambda original: _making_tensors(taking_functions(original))),
     (UserDefinedTupleVariable, "__init__", _begun),
-    (DebuggingVariable, "call_function", _warning),
+    (DebuggingVariable, "call_function", _behind_the_graph),
     *MENDS,
 ]
 """Functions of Dynamo by their owners, and what makes the one that takes their place."""

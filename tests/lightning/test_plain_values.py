@@ -388,6 +388,19 @@ def test_warnings_that_break_one(asked):
     assert found[1] == found[0]
 
 
+def test_what_else_may_be_behind_a_graph_stays_the_users_choice(capsys):
+    def printed(self, x, i):
+        hidden = self.net(x)
+        print("a line")
+        return hidden.square().mean()
+
+    with torch._dynamo.config.patch(reorderable_logging_functions={print}):
+        run, _ = trained(printed, ORTStrategy())
+        assert torch._dynamo.config.reorderable_logging_functions == {print}
+    assert capsys.readouterr().out.count("a line") == 6
+    assert step_report(run.trainer, "training_step").graphs == 1
+
+
 def test_a_warning_that_is_an_error():
     def warned(self, x, i):
         _warn("too much")
