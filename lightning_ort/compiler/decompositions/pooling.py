@@ -26,10 +26,7 @@ def max_pool1d(x: Tensor, *options: Any) -> Tensor:
     return aten.max_pool1d_with_indices.default(x, *options)[0]
 
 
-@tells(aten.max_pool1d.default)
-def max_pool1d_with_indices(pool: Any, x: Tensor, *options: Any) -> Tensor:
-    """As eager has it where there are gradients."""
-    return max_pool1d(x, *options)
+tells(aten.max_pool1d.default)(lambda pool, *args: max_pool1d(*args))
 
 
 def _spread(values: Sequence[int], n: int) -> list[int]:
