@@ -288,7 +288,8 @@ def plain_kernels() -> Iterator[None]:
     try:
         with warnings.catch_warnings(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             warnings.simplefilter("ignore")  # setting the oneDNN flags warns of Intel GPUs
-            with torch.backends.mkldnn.flags(enabled=False):
+            # NNPACK, without oneDNN, is chosen from 16 images on, which would be assumed of an open number
+            with torch.backends.mkldnn.flags(enabled=False), torch.backends.nnpack.flags(enabled=False):
                 yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)

@@ -193,6 +193,65 @@ def test_maxima_over_sequences_of_any_length(placement):
     assert reports(ours.trainer) == {"validation_step": (1, 0), "training_step": (1, 0)}
 
 
+class Images(LightningModule):
+    """Convolutions of each kind, over images that lie as ``layout`` says."""
+
+    def __init__(self, layout: torch.memory_format) -> None:
+        super().__init__()
+        self.layout = layout
+        self.frames = nn.Conv3d(1, 1, (3, 1, 1))
+        self.images = nn.Sequential(
+            nn.Conv2d(3, 8, 1),
+            nn.ReLU(),
+            nn.Conv2d(8, 8, 3, padding=1, groups=8),
+            nn.Conv2d(8, 8, 3, stride=2, padding=2, dilation=2),
+            nn.ConvTranspose2d(8, 4, 2, 2),
+        ).to(memory_format=layout)
+        self.rows = nn.Conv1d(4 * 8, 3, 3)
+
+    def forward(self, x):
+        x = self.frames(x[:, None])[:, 0] if x.shape[1] > 3 else x
+        x = self.images(x.contiguous(memory_format=self.layout))
+        return self.rows(x.permute(0, 2, 1, 3).flatten(1, 2)).mean(-1)
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("placement", ["onnxruntime", "torch", "torch-channels-last"])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("channels", [3, 5])
+def test_last_batches_of_fewer_than_16_images(placement, layout, channels):
+    """Torch has another kernel for them, which says nothing about the result."""
+
+    def images(n: int) -> DataLoader:
+        generator = torch.Generator().manual_seed(n)
+        data = TensorDataset(torch.randn(n, channels, 8, 8, generator=generator), torch.arange(n) % 3)
+        return DataLoader(data, 20)
+
+    def trained(strategy):
+        return fit(lambda: Images(layout), lambda: images(65), lambda: images(27), strategy=strategy, max_epochs=2)
+
+    theirs, ours = trained("auto"), trained(ORTStrategy(placement=placement))
+    expected, predicted = (torch.cat(run.trainer.predict(run.module, images(23))) for run in (theirs, ours))
+    assert_same_state(state_of(theirs.module), state_of(ours.module), 1e-5)
+    torch.testing.assert_close(predicted, expected, rtol=1e-4, atol=1e-5)
+    counts = {"validation_step": (1, 0), "training_step": (1, 0), "predict_step": (1, 0)}
+    assert reports(ours.trainer) == counts
+
+
 def test_what_validation_has_seen(unpadded):
     """Two batches of another length in the sanity check, and training has open lengths from its first batch on."""
     run = fit(TextClassifier, sentences, lambda: sentences(n=35), max_epochs=1)

@@ -202,7 +202,7 @@ def composites(*, native: bool = False) -> Iterator[None]:
         chosen = {**{o: f for o, f in _COMPOSITES.items() if o in _NATIVE}, **_NATIVE_ONLY}
     chosen |= {overload: functools.partial(_as_it_lies, overload, order) for overload, order in _LAYOUTS.items()}
     replaced = [*chosen, *(_FAKES if native else ())]
-    with _kernels_put_back(replaced) as before:
+    with _kernels_put_back(replaced) as before, _convolutions_of_any_batch():
         for overload, function in chosen.items():
             for key in _keys(overload):
                 if function is None:
@@ -250,13 +250,44 @@ def tells(*overloads: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 @contextlib.contextmanager
 def results_told() -> Iterator[None]:
     """Have Dynamo ask the functions that are registered; traces, and calls with values, are left to torch."""
-    with _kernels_put_back(_TOLD) as before:
+    with _kernels_put_back(_TOLD) as before, _convolutions_of_any_batch():
         for overload, kernels in before.items():
             for key in _keys(overload):
                 torch_kernel = kernels.get(key) or functools.partial(_as_torch_has_it, overload)
                 overload.py_kernels[key] = functools.partial(_told, _TOLD[overload], torch_kernel)
             overload._dispatch_cache.clear()
         yield
+
+
+@contextlib.contextmanager
+def _convolutions_of_any_batch() -> Iterator[None]:
+    """Have torch choose the kernel of a convolution, by which it tells how the result lies, for any number of images.
+
+    Its choice is another below 16 images, in float32 on the CPU, and that would be assumed of an open number: the last
+    batch of an epoch is often smaller. There is no public way to make it.
+    """
+    choose = torch._C._select_conv_backend
+
+    def for_any(image: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes = image.fake_mode.shape_env if isinstance(image, FakeTensor) else None
+        if sizes is None or not _lies_the_same_in_any_batch(image, weight):
+            return choose(image, weight, *args, **kwargs)
+        with sizes.suppress_guards():
+            return choose(image, weight, *args, **kwargs)
+
+    torch._C._select_conv_backend = for_any
+    try:
+        yield
+    finally:
+        torch._C._select_conv_backend = choose
+
+
+def _lies_the_same_in_any_batch(image: Tensor, weight: Tensor) -> bool:
+    if image.device.type != "cpu":
+        return False
+    in_rows = all(suggest_memory_format(x) is torch.contiguous_format for x in (image, weight))
+    # oneDNN then has all batches, or none
+    return in_rows or (torch.backends.mkldnn.enabled and torch.get_num_threads() > 1)
 
 
 def _told(function: Callable[..., Any], torch_kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
