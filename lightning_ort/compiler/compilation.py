@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch._guards import TracingContext, tracing
 
+from lightning_ort.compiler.cheap_tracing import collecting_rarely
 from lightning_ort.compiler.eager_graph import EagerGraph
 from lightning_ort.compiler.executors.channels_last import (
     CHANNELS_LAST,
@@ -116,7 +117,7 @@ class Compilation:
             Untraceable: the graph has no functional form, or this executor cannot run it.
         """
         timeline.spoil()
-        with self._tracing(derivative):
+        with self._tracing(derivative), collecting_rarely():
             return self._make(executor, derivative, differentiated)
 
     def rivals(self, unit: Executable | Pair) -> list[str]:

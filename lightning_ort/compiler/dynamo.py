@@ -21,6 +21,7 @@ from torch._dynamo.callback import callback_handler
 from torch.nn.modules import module as module_hooks
 
 from lightning_ort.compiler import plain_values
+from lightning_ort.compiler.cheap_tracing import collecting_rarely_in_frames
 from lightning_ort.compiler.decompositions.registry import results_told
 from lightning_ort.compiler.dynamo_words import compiled_again, function_name, graph_break, why
 from lightning_ort.compiler.symbolic_shapes import open_dims
@@ -77,7 +78,7 @@ class Preparation:
     @contextlib.contextmanager
     def throughout(self) -> Iterator[None]:
         """From the beginning to the end, ``torch.compiler.reset`` or not."""
-        with self._settings, plain_values.left_to_python(), results_told():
+        with self._settings, plain_values.left_to_python(), results_told(), collecting_rarely_in_frames():
             yield
 
     @contextlib.contextmanager

@@ -45,6 +45,7 @@ from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
 
+from lightning_ort.compiler.cheap_tracing import REMEMBERED
 from lightning_ort.compiler.dynamo_changes import CHANGES
 from lightning_ort.compiler.dynamo_comparisons import COMPARISONS, known, watch
 from lightning_ort.compiler.dynamo_contents import CONTENTS
@@ -291,6 +292,7 @@ _ALL: list[tuple[Any, str, Callable[..., Callable[..., Any]]]] = [
     *CONTENTS,
     *CHANGES,
     *EXACT_FLOATS,
+    *REMEMBERED,
     (builder, "make_dupe_guard", _guarding_both),
     (LazyVariableTracker, "is_hashable_lazy", _looked_at),
     (convert_frame, "format_error_msg", _forgetting),

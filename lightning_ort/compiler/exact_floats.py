@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, handle_sym_dispat
 from torch.fx.experimental.sym_node import SymNode
 from torch.utils._sympy.functions import ToFloat
 
-__all__ = ["EXACT_FLOATS", "FUNCTIONS", "IN_GRAPHS", "exact_floats"]
+__all__ = ["EXACT_FLOATS", "FUNCTIONS", "IN_GRAPHS", "replaced"]
 
 
 class _Rounded(sympy.Function):
@@ -145,13 +145,13 @@ EXACT_FLOATS: list[tuple[Any, str, Callable[..., Any]]] = [
 
 
 @contextlib.contextmanager
-def exact_floats() -> Iterator[None]:
-    """Have symbols compute so, for a block."""
-    originals = [getattr(owner, name) for owner, name, _ in EXACT_FLOATS]
-    for (owner, name, make), original in zip(EXACT_FLOATS, originals, strict=True):
+def replaced(methods: Sequence[tuple[Any, str, Callable[..., Any]]]) -> Iterator[None]:
+    """Have symbols compute by what is made of ``methods`` such as these, for a block."""
+    originals = [getattr(owner, name) for owner, name, _ in methods]
+    for (owner, name, make), original in zip(methods, originals, strict=True):
         setattr(owner, name, make(original))
     try:
         yield
     finally:
-        for (owner, name, _), original in zip(EXACT_FLOATS, originals, strict=True):
+        for (owner, name, _), original in zip(methods, originals, strict=True):
             setattr(owner, name, original)

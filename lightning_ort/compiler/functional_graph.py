@@ -26,8 +26,9 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_f
 from torch.fx.experimental.proxy_tensor import make_fx, maybe_enable_thunkify
 
 from lightning_ort.compiler import decompositions
+from lightning_ort.compiler.cheap_tracing import REMEMBERED
 from lightning_ort.compiler.decompositions.registry import composites
-from lightning_ort.compiler.exact_floats import exact_floats
+from lightning_ort.compiler.exact_floats import EXACT_FLOATS, replaced
 from lightning_ort.compiler.global_state import closing_dual_level
 
 __all__ = [
@@ -217,7 +218,7 @@ def _graph(
         stack.enter_context(mode)
         stack.enter_context(enable_python_dispatcher())
         stack.enter_context(composites(native=native))
-        stack.enter_context(exact_floats())
+        stack.enter_context(replaced([*EXACT_FLOATS, *REMEMBERED]))
         if plain_attention:
             stack.enter_context(plain_kernels())
         stack.enter_context(fx.traceback.preserve_node_meta())
