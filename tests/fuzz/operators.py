@@ -103,12 +103,27 @@ def check(
     compiled = torch.compile(function, backend="lightning_ort", options={"verify": verify, **placement})
     try:
         for _ in range(2):  # checked, and not
-            problem = _difference(_run(compiled, leaves, autocast), wanted, bounds)
-            if problem is not None:
+            found = _run(compiled, leaves, autocast)
+            problem = _difference(found, wanted, bounds)
+            if problem is not None and not (autocast is None and _is_nearer(found, wanted, function, leaves)):
                 return problem
     except Exception as error:
         return f"{type(error).__name__}: {str(error).strip()[:300]}"
     return None
+
+
+def _is_nearer(
+    found: Sequence[Any], wanted: Sequence[Any], function: Callable[[list[torch.Tensor]], Any], leaves: Sequence[Any]
+) -> bool:
+    """Whether what is zero in float64, and was rounded in float32 by eager, is nearer to zero."""
+    if not any(x.dtype == torch.float32 for x in leaves):
+        return False
+    exact = _run(function, [x.double() if x.dtype == torch.float32 else x for x in leaves])
+    rows = list(zip(found, wanted, exact, strict=True))
+    if not all(isinstance(x, torch.Tensor) and x.layout == torch.strided for row in rows for x in row):
+        return False
+    sums = [[(_real(x).double() - _real(e).double()).abs().sum() for x in (f, w)] for f, w, e in rows]
+    return all(ours <= eagers for ours, eagers in sums if not torch.equal(ours, eagers))
 
 
 def _transposed(tensor: torch.Tensor) -> torch.Tensor:
