@@ -285,9 +285,9 @@ def _convolutions_of_any_batch() -> Iterator[None]:
 def _lies_the_same_in_any_batch(image: Tensor, weight: Tensor) -> bool:
     if image.device.type != "cpu":
         return False
-    in_rows = all(suggest_memory_format(x) is torch.contiguous_format for x in (image, weight))
-    # oneDNN then has all batches, or none
-    return in_rows or (torch.backends.mkldnn.enabled and torch.get_num_threads() > 1)
+    if all(suggest_memory_format(x) is torch.contiguous_format for x in (image, weight)):
+        return True
+    return bool(torch.backends.mkldnn.enabled) and torch.get_num_threads() > 1  # all batches are oneDNN's
 
 
 def _told(function: Callable[..., Any], torch_kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
