@@ -32,7 +32,7 @@ def _remembering(compute: Callable[[SymNode, SymNode], SymNode]) -> Callable[[Sy
     @functools.wraps(compute)
     def computed(self: SymNode, other: SymNode) -> SymNode:
         sizes = self.shape_env
-        # floats are computed as Python does; in a graph, each operation is a node of its own
+        # floats are computed as Python does; who writes a graph notes the operation, and then has it computed
         integers = self.pytype is int and type(other) is SymNode and other.pytype is int
         if not integers or sizes is None or sizes._translation_validation_enabled or get_proxy_mode() is not None:
             return compute(self, other)
