@@ -13,17 +13,27 @@ import contextlib
 import functools
 import gc
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
+import sympy
 from torch._dynamo.callback import callback_handler
 
 # Private: the arithmetic of symbolic numbers has no public name.
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 __all__ = ["REMEMBERED", "collecting_rarely", "collecting_rarely_in_frames"]
 
 _OBJECTS = 50_000
+
+
+def _known(sizes: ShapeEnv | None) -> dict[Any, Any] | None:
+    """What was computed with these symbols, where computing them leaves nothing else behind."""
+    # who writes a graph notes the operation, and then has it computed
+    if sizes is None or sizes._translation_validation_enabled or get_proxy_mode() is not None:
+        return None
+    return cast(dict[Any, Any], vars(sizes).setdefault("_lightning_ort_known", {}))
 
 
 def _remembering(compute: Callable[[SymNode, SymNode], SymNode]) -> Callable[[SymNode, SymNode], SymNode]:
@@ -31,12 +41,12 @@ def _remembering(compute: Callable[[SymNode, SymNode], SymNode]) -> Callable[[Sy
 
     @functools.wraps(compute)
     def computed(self: SymNode, other: SymNode) -> SymNode:
-        sizes = self.shape_env
-        # floats are computed as Python does; who writes a graph notes the operation, and then has it computed
+        # floats are computed as Python does
         integers = self.pytype is int and type(other) is SymNode and other.pytype is int
-        if not integers or sizes is None or sizes._translation_validation_enabled or get_proxy_mode() is not None:
+        known = _known(self.shape_env) if integers else None
+        if known is None:
             return compute(self, other)
-        known = vars(sizes).setdefault("_lightning_ort_known", {})
+        sizes = self.shape_env
         a, b = ((x._expr, x._hint, x._optimized_summation) for x in (self, other))
         of = name, a, b, sizes._replacements_version_counter
         result = known.get(of)
@@ -47,9 +57,39 @@ def _remembering(compute: Callable[[SymNode, SymNode], SymNode]) -> Callable[[Sy
     return computed
 
 
+def _remembering_constants(wrap: Callable[[SymNode, int], SymNode]) -> Callable[[SymNode, int], SymNode]:
+    @functools.wraps(wrap)
+    def wrapped(self: SymNode, number: int) -> SymNode:
+        known = _known(self.shape_env) if type(number) is int else None
+        if known is None:
+            return wrap(self, number)
+        result = known.get(number)
+        if result is None:
+            result = known[number] = wrap(self, number)
+        return result
+
+    return wrapped
+
+
+def _telling_symbols(as_int: Callable[[SymNode], int | None]) -> Callable[[SymNode], int | None]:
+    @functools.wraps(as_int)
+    def number(self: SymNode) -> int | None:
+        expression = self.expr
+        if isinstance(expression, sympy.Integer):
+            return int(expression)
+        # it looks through all of an expression for what is not a number; here the first symbol will do
+        while expression.args:
+            expression = expression.args[-1]
+        return None if isinstance(expression, sympy.Symbol) else as_int(self)
+
+    return number
+
+
 _OPERATIONS = "add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge", "sym_min", "sym_max", "int_floordiv"
 REMEMBERED: list[tuple[Any, str, Callable[..., Any]]] = [
-    (SymNode, name, _remembering) for name in _OPERATIONS if hasattr(SymNode, name)
+    *((SymNode, name, _remembering) for name in _OPERATIONS if hasattr(SymNode, name)),
+    (SymNode, "wrap_int", _remembering_constants),
+    (SymNode, "maybe_as_int", _telling_symbols),
 ]
 """Methods by their owner, and what makes the ones that take their place."""
 
