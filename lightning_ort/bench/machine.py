@@ -41,10 +41,17 @@ def _describe_machine() -> dict[str, Any]:
     }
 
 
+_INSTRUCTIONS = {"amx_tile": "AMX", "avx512_bf16": "AVX-512 BF16", "avx512f": "AVX-512", "avx2": "AVX2"}
+"""What says most about the speed of a processor of x86, above all in 16 bits: the best first."""
+
+
 def _cpu_model() -> str:
     info = Path("/proc/cpuinfo")
-    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
-    return names[0].partition(":")[2].strip() if names else platform.processor()
+    lines = (line.partition(":") for line in (info.read_text().splitlines() if info.exists() else []))
+    told = {key.strip(): value.strip() for key, _, value in lines}
+    name, flags = told.get("model name") or platform.processor(), told.get("flags", "").split()
+    best = next((text for flag, text in _INSTRUCTIONS.items() if flag in flags), None)
+    return f"{name} ({best})" if best else name
 
 
 def _installed_versions() -> dict[str, str]:
