@@ -102,8 +102,8 @@ def turns(step: StepReport) -> list[str]:
 
 
 def measured(times: Mapping[str, float]) -> str:
-    """Milliseconds of a run by executor."""
-    return ", ".join(f"{EXECUTORS[executor]} {t:.3g} ms" for executor, t in times.items())
+    """What a run takes by executor, of milliseconds."""
+    return ", ".join(f"{EXECUTORS[executor]} {seconds(1e-3 * t)}" for executor, t in times.items())
 
 
 def not_measured(failed: Mapping[str, str]) -> str:
