@@ -52,6 +52,9 @@ _VERY_LONG = 2.0
 _PROMISING = 2.0
 """how often as long as ONNX Runtime eager may take for a graph in torch to be tried: one that eager's kernels run
 without autograd saves a part of that, and compiling it takes time"""
+_FAR = 5.0
+"""how often as long as ONNX Runtime's a first run may take for another to follow: none takes that much longer than the
+next"""
 _CALL = 5e-6
 """seconds of Python in a call of one of torch's functions, which such a graph saves where there is no autograd"""
 
@@ -109,11 +112,11 @@ def race(
     first, *others = runs
     warm = _timed(runs[first])
     if warm > _LONG:
-        seconds = {}
-        for name, run in runs.items():
-            if name != first and warm < _VERY_LONG:
-                run()
-            seconds[name] = _alone(run, warm)
+        seconds = {first: _alone(runs[first], warm)}
+        for name in others:
+            at_first = _timed(runs[name]) if warm < _VERY_LONG else 0.0
+            # one that is far behind, as torch's in 16 bits on some processors, takes longer than all others together
+            seconds[name] = at_first if at_first > _FAR * seconds[first] else _alone(runs[name], warm)
         return seconds
     for name in others:
         runs[name]()

@@ -6,7 +6,6 @@ import contextlib
 import contextvars
 import inspect
 import logging
-import threading
 import time
 import types
 import warnings
@@ -27,6 +26,7 @@ from lightning_ort.compiler.dynamo_words import compiled_again, function_name, g
 from lightning_ort.compiler.symbolic_shapes import open_dims
 from lightning_ort.environment import LIBRARIES
 from lightning_ort.report import InTorch, StepReport, timeline
+from lightning_ort.report.announcement import Announcement
 
 __all__ = [
     "DynamoObserver",
@@ -319,8 +319,7 @@ class DynamoObserver(logging.Handler):
         super().__init__(logging.WARNING)
         self._current, self._announce, self._begin = current, announce, on_start
         self._started: float | None = None
-        self._timer: threading.Timer | None = None
-        self._announced = False
+        self._announcement: Announcement | None = None
         self._breaks = 0
         self._last_metrics: Any = None
         self._filter: Any = None
@@ -349,9 +348,9 @@ class DynamoObserver(logging.Handler):
         if not self._is_installed:
             return
         self._is_installed = False
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        if self._announcement is not None:
+            self._announcement.drop()
+            self._announcement = None
         for callbacks, mine in (
             (callback_handler.start_callbacks, self._on_start),
             (callback_handler.end_callbacks, self._on_end),
@@ -428,28 +427,22 @@ class DynamoObserver(logging.Handler):
         self._started = time.perf_counter()
         if report is not None:
             self._begin()
-            text = f"Compiling {report.name} for ONNX Runtime ..."
-            self._announced = False
-            self._timer = threading.Timer(1.0, self._announce_start, [text])
-            self._timer.daemon = True
-            self._timer.start()
-
-    def _announce_start(self, text: str) -> None:
-        self._announced = True
-        self._announce(text)
+            self._announcement = Announcement(
+                self._announce,
+                f"Compiling {report.name} for ONNX Runtime ...",
+                f"Compiled {report.name} in {{seconds}}.",
+                after=1.0,
+            )
 
     def _on_end(self, args: Any) -> None:
         if self._started is None:
             return
         seconds, self._started = time.perf_counter() - self._started, None
-        report = self._current()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        report, announcement, self._announcement = self._current(), self._announcement, None
+        if announcement is not None:
+            announcement.end()
         if report is not None:
             report.compile_seconds += seconds
-            if self._announced:
-                self._announce(f"Compiled {report.name} in {seconds:.1f} s.")
 
     @staticmethod
     def _newest_metrics() -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import traceback
+from pathlib import Path
 from typing import Any
 
 from torch import fx
@@ -130,6 +131,12 @@ def source_line(node: fx.Node) -> str:
     """``file:line, code`` of the user's call behind an fx node, or an empty string."""
     frame = user_frame(node)
     return "" if frame is None else f"{frame.filename}:{frame.lineno}: {frame.line}"
+
+
+def place_of(graph: fx.GraphModule) -> str:
+    """``the graph of file:line``, for messages: where the user's code calls the first of its operators."""
+    frames = (user_frame(n) for n in graph.graph.nodes if n.op.startswith("call"))
+    return next((f"the graph of {Path(f.filename).name}:{f.lineno}" for f in frames if f is not None), "a graph")
 
 
 def user_frame(node: fx.Node) -> traceback.FrameSummary | None:

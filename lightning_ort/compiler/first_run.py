@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-from lightning_ort.compiler.dynamo_words import name_of_source
+from lightning_ort.compiler.dynamo_words import name_of_source, place_of
 from lightning_ort.compiler.executors.executable import Executable
 from lightning_ort.compiler.global_state import GlobalState, drawing_as_traced
 from lightning_ort.compiler.loss_scale import all_finite
 from lightning_ort.compiler.reference import ForkedRNG, evaluate
 from lightning_ort.compiler.rounding import RoundingNoise
 from lightning_ort.errors import MismatchError
+from lightning_ort.lightning_packages import rank_zero_info
 from lightning_ort.report import timeline
+from lightning_ort.report.announcement import Announcement
 from lightning_ort.runtime.memory import release_free_memory
 from lightning_ort.verification import Doubts, Mismatch, Results, find_mismatch, has_nan, varied
 
@@ -33,6 +36,21 @@ _ADVICE = (
     "without Lightning: no torch.compile), and verify=False, an option of ORTStrategy and of "
     "torch.compile(..., options={...}), would skip this check."
 )
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _announced(check: Callable[Concatenate[FirstRun, P], T]) -> Callable[Concatenate[FirstRun, P], T]:
+    """A check that says so where it takes long: torch may be far slower than what is checked."""
+
+    @functools.wraps(check)
+    def announced(self: FirstRun, *args: P.args, **kwargs: P.kwargs) -> T:
+        what = f"the first run of {self._place}"
+        with Announcement(rank_zero_info, f"Comparing {what} with PyTorch ...", f"Compared {what} in {{seconds}}."):
+            return check(self, *args, **kwargs)
+
+    return announced
 
 
 class FirstRun:
@@ -53,7 +71,7 @@ class FirstRun:
     ) -> None:
         self.changed: Collection[int] = ()
         self._graph, self._wanted, self._device, self._global_state = graph, wanted, device, global_state
-        self._names = _names(graph)
+        self._names, self._place = _names(graph), place_of(graph)
         self._exact = all(map(_is_exact, graph.graph.nodes))
         self._done: weakref.WeakSet[Executable] = weakref.WeakSet()
         self._overflows: weakref.WeakSet[Executable] = weakref.WeakSet()
@@ -67,6 +85,7 @@ class FirstRun:
         """Whether ``executable`` has not been compared yet."""
         return executable not in self._done
 
+    @_announced
     def run(
         self, executable: Executable, args: Sequence[Any], incoming: Incoming, scale: torch.Tensor | None
     ) -> list[torch.Tensor]:
@@ -142,6 +161,7 @@ class FirstRun:
 
     # a gradient asked for between two regions arrives while Dynamo watches, which must not compile the graph again
     @torch.compiler.disable
+    @_announced
     def check_backward(
         self,
         executable: Executable,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from lightning_ort.compiler.autograd import ApartStep, LossStep, Node, PairStep,
 from lightning_ort.compiler.autograd_functions import calls_function
 from lightning_ort.compiler.compilation import OVERLAP, Compilation, Pair
 from lightning_ort.compiler.contest import MEMORY, Choice, Contest, Key, measures
-from lightning_ort.compiler.dynamo_words import source_line
+from lightning_ort.compiler.dynamo_words import place_of, source_line
 from lightning_ort.compiler.eager_graph import arrivals
 from lightning_ort.compiler.executors.executable import Account, Eager, Executable, timed_in_torch
 from lightning_ort.compiler.first_run import FirstRun, Incoming
@@ -34,6 +33,7 @@ from lightning_ort.compiler.tensor_hooks import hooked_leaves, in_order, watch
 from lightning_ort.compiler.trace import Derivative, fake_inputs
 from lightning_ort.lightning_packages import rank_zero_info
 from lightning_ort.report import timeline
+from lightning_ort.report.announcement import Announcement
 from lightning_ort.runtime.factory import SessionFactory
 from lightning_ort.runtime.memory import release_free_memory
 
@@ -233,14 +233,19 @@ class Region:
     def _compare(self, contest: Contest, args: Sequence[Any]) -> None:
         """Run what there is and its rivals on real inputs, without any effect, and keep the fastest."""
         timeline.spoil()
-        began = time.perf_counter()
-        with Interrupts(rank_zero_info).held():  # what a candidate raises is a reason to take another
-            found = self._settled(contest, args)
+        place = place_of(self.graph)
+        telling = Announcement(
+            rank_zero_info, f"Measuring where {place} runs fastest ...", f"Measured {place} in {{seconds}}."
+        )
+        try:
+            with Interrupts(rank_zero_info).held():  # what a candidate raises is a reason to take another
+                found = self._settled(contest, args)
+        finally:
+            seconds = telling.end()
         if found is None:
             return
         self._contest = None
         chosen, choice = found
-        seconds = time.perf_counter() - began
         if chosen is None:
             self._stay(choice, seconds)
         else:

@@ -200,6 +200,15 @@ def test_a_race_leaves_no_trace(races):
         assert counts == [len(BATCHES)] * 2  # of batch normalization
 
 
+@pytest.mark.parametrize(("eager", "made"), [(8.0, 1), (1.0, 2)])
+def test_long_runs_that_are_far_behind_are_made_once(monkeypatch, eager, made):
+    monkeypatch.setattr(contest, "_timed", lambda run: run())
+    runs = []
+    times = {"onnxruntime": 1.0, "eager": eager}
+    assert race({name: lambda name=name: (runs.append(name), times[name])[1] for name in times}) == times
+    assert runs.count("eager") == made
+
+
 def test_torch_is_not_compiled_for_what_it_cannot_win(races):
     table, seen = races
     table["eager"] = 5.0
