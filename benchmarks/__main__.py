@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     settings = Settings.quick(options.threads) if options.quick else Settings(threads=options.threads)
     rounds = options.rounds or (settings.rounds if options.quick else None)
     # what is not a terminal counts as 80 columns wide, too few for the table
-    console = Console(width=max(140, Console().width))
+    console = Console(width=max(140, Console().width), markup=False, emoji=False)
     if "compile" in options.strategies:
         build_inductor_headers()
     reports = []

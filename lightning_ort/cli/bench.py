@@ -34,7 +34,7 @@ def bench(model: str, command: Sequence[str], precision: Any, strategies: Sequen
         The exit status: 0, or 1 where a strategy failed, or 2 where ``auto`` did.
     """
     names = [BASELINE, *(s for s in strategies if s != BASELINE)]
-    console = Console(width=max(140, Console().width))
+    console = Console(width=max(140, Console().width), markup=False, emoji=False)
     report = described(precision=str(precision or "32-true"))
     if any(name in names for name in ("compile", "ort+inductor")):
         build_inductor_headers()
@@ -44,7 +44,7 @@ def bench(model: str, command: Sequence[str], precision: Any, strategies: Sequen
         print(f"The training fails, whatever the strategy: {failed[BASELINE]}", file=sys.stderr)
         return 2
     print_table(step_columns(), list(step_rows(results)), report, console)
-    console.print(advice(results), markup=False, highlight=False, soft_wrap=True)
+    console.print(advice(results), highlight=False, soft_wrap=True)
     return 1 if failed else 0
 
 

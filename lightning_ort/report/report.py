@@ -85,10 +85,10 @@ class Report(Mapping[str, StepReport]):
         if not self._steps and not optimizers:
             return "No step has run in ONNX Runtime yet."
         buffer = io.StringIO()
-        console = Console(file=buffer, width=100, color_system=None)
+        console = Console(file=buffer, width=100, color_system=None, markup=False, emoji=False)  # ":100:" is a line
 
         def say(line: str) -> None:
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            console.print(line, highlight=False, soft_wrap=True)
 
         table = Table(title="Steps in ONNX Runtime", title_justify="left")
         table.add_column("step")

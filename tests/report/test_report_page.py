@@ -85,7 +85,7 @@ def test_the_page(report, tmp_path):
         "a call takes 800 µs", "in torch alone about 1.2 ms", "compiling took 1.2 s", "paid back from call 3,000 on",
         "ONNX Runtime: 38%, 300 µs", "torch: 31%, 250 µs", "Python and the rest: 31%, 250 µs", "backward: 200 µs",
         "ONNX Runtime, in 3 pieces, 1 of them in torch: it took the least time", "batch[0] 32 x 3 float32",
-        "4 weights, 1,200 numbers", "ONNX Runtime 0.1 ms, eager 0.2 ms", "not in it",
+        "4 weights, 1,200 numbers", "ONNX Runtime 100 µs, eager 200 µs", "not in it",
         "from /home/me/model.py:3: y = f(x) to /home",
         "aten.det.default: there is no such operator in ONNX",
         "which way Python goes depends on the values of a tensor model.py:7: if y > 0:",

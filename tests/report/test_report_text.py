@@ -34,6 +34,14 @@ def time(report: Report, seconds: float, graph: float) -> None:
     step.timing.calls.append(TimedCall(0.0, seconds, entries, (("python", step.name, 0.0, seconds, None),)))
 
 
+def test_lines_and_names_are_printed_as_they_are(report):
+    step = report["training_step"]
+    step.graph_breaks = [GraphBreak("a value is [bold]asked[/bold] for", "model.py:100: x = y.item()")]
+    step.name = "[red]:100:[/red]"
+    assert "a value is [bold]asked[/bold] for (model.py:100: x = y.item())" in str(report)
+    assert "│ [red]:100:[/red] │" in str(report)
+
+
 def test_repr_is_short():
     assert repr(Report()) == "<Report of no step yet>"
 
