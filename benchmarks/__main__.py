@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from benchmarks.everyday import PROJECTS
 from benchmarks.models import MODELS
 from benchmarks.page import path_of
@@ -20,7 +18,7 @@ from benchmarks.parts import LAYERS, PARTS, STEPS, STRATEGIES, columns_of, rows_
 from lightning_ort.bench.contestants import STRATEGIES as KNOWN
 from lightning_ort.bench.measure import Settings
 from lightning_ort.bench.process import build_inductor_headers
-from lightning_ort.bench.table import print_table
+from lightning_ort.bench.table import print_table, wide_console
 
 _PRECISIONS = {part: ["32-true", "bf16-mixed"] if part in STEPS else ["32-true"] for part in PARTS}
 
@@ -36,8 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
         )
     settings = Settings.quick(options.threads) if options.quick else Settings(threads=options.threads)
     rounds = options.rounds or (settings.rounds if options.quick else None)
-    # what is not a terminal counts as 80 columns wide, too few for the table
-    console = Console(width=max(140, Console().width), markup=False, emoji=False)
+    console = wide_console()
     if "compile" in options.strategies:
         build_inductor_headers()
     reports = []
@@ -55,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
                 seconds=0.1 if options.quick else options.seconds,
                 accelerator=options.accelerator,
                 # a moving indicator would cost the time of the cores that are measured
-                say=lambda text: console.print(text, markup=False, highlight=False),
+                say=lambda text: console.print(text),
             )
             print_table(columns_of(part), rows_of(report), report, console)
             reports.append(report)
@@ -64,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
                 path = path_of(report) if folder is None else folder / path_of(report).name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(_without_folders(json.dumps(report, indent=1)) + "\n")
-                console.print(f"Wrote {path}", highlight=False)
+                console.print(f"Wrote {path}")
     return reports
 
 

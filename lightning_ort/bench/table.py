@@ -12,7 +12,7 @@ from rich.table import Table
 from lightning_ort.bench.advice import break_even, shown_step
 from lightning_ort.bench.contestants import BASELINE
 
-__all__ = ["caption", "markdown_table", "print_table", "step_columns", "step_rows"]
+__all__ = ["caption", "markdown_table", "print_table", "step_columns", "step_rows", "wide_console"]
 
 _COLUMNS = ("model", "strategy", "step", "speed", "range", "compile", "pays from", "peak memory", "graphs", "breaks",
             "fallbacks")  # fmt: skip
@@ -79,6 +79,12 @@ def caption(report: Mapping[str, Any]) -> str:
     )
 
 
+def wide_console() -> Console:
+    """Where tables are printed: wide enough for them, and names and errors as they are."""
+    # what is not a terminal counts as 80 columns wide
+    return Console(width=max(140, Console().width), markup=False, emoji=False, highlight=False)
+
+
 def print_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], report: Mapping[str, Any], console: Console
 ) -> None:
@@ -93,7 +99,7 @@ def print_table(
     console.print(table)
     for r in report["results"]:
         if "error" in r:
-            console.print(f"{r['model']} with {r['strategy']}: {r['error']}", markup=False, highlight=False)
+            console.print(f"{r['model']} with {r['strategy']}: {r['error']}")
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

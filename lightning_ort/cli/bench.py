@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from rich.console import Console
 
 from lightning_ort.bench.advice import advice
 from lightning_ort.bench.child import Child
@@ -15,7 +14,7 @@ from lightning_ort.bench.contestants import BASELINE, account, prepared, strateg
 from lightning_ort.bench.machine import described
 from lightning_ort.bench.measure import Settings, measure
 from lightning_ort.bench.process import build_inductor_headers
-from lightning_ort.bench.table import print_table, step_columns, step_rows
+from lightning_ort.bench.table import print_table, step_columns, step_rows, wide_console
 
 __all__ = ["bench", "bench_flags", "train_in_turns"]
 
@@ -34,7 +33,7 @@ def bench(model: str, command: Sequence[str], precision: Any, strategies: Sequen
         The exit status: 0, or 1 where a strategy failed, or 2 where ``auto`` did.
     """
     names = [BASELINE, *(s for s in strategies if s != BASELINE)]
-    console = Console(width=max(140, Console().width), markup=False, emoji=False)
+    console = wide_console()
     report = described(precision=str(precision or "32-true"))
     if any(name in names for name in ("compile", "ort+inductor")):
         build_inductor_headers()
@@ -44,7 +43,7 @@ def bench(model: str, command: Sequence[str], precision: Any, strategies: Sequen
         print(f"The training fails, whatever the strategy: {failed[BASELINE]}", file=sys.stderr)
         return 2
     print_table(step_columns(), list(step_rows(results)), report, console)
-    console.print(advice(results), highlight=False, soft_wrap=True)
+    console.print(advice(results), soft_wrap=True)
     return 1 if failed else 0
 
 

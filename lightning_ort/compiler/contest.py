@@ -115,8 +115,11 @@ def race(
         seconds = {first: _alone(runs[first], warm)}
         for name in others:
             at_first = _timed(runs[name]) if warm < _VERY_LONG else 0.0
-            # one that is far behind, as torch's in 16 bits on some processors, takes longer than all others together
-            seconds[name] = at_first if at_first > _FAR * seconds[first] else _alone(runs[name], warm)
+            if at_first > _FAR * seconds[first]:  # as torch's in 16 bits on some processors
+                seconds[name] = at_first
+                release_free_memory()
+            else:
+                seconds[name] = _alone(runs[name], warm)
         return seconds
     for name in others:
         runs[name]()

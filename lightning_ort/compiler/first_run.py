@@ -37,15 +37,15 @@ _ADVICE = (
     "torch.compile(..., options={...}), would skip this check."
 )
 
-P = ParamSpec("P")
-T = TypeVar("T")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
-def _announced(check: Callable[Concatenate[FirstRun, P], T]) -> Callable[Concatenate[FirstRun, P], T]:
+def _announced(check: Callable[Concatenate[FirstRun, _P], _T]) -> Callable[Concatenate[FirstRun, _P], _T]:
     """A check that says so where it takes long: torch may be far slower than what is checked."""
 
     @functools.wraps(check)
-    def announced(self: FirstRun, *args: P.args, **kwargs: P.kwargs) -> T:
+    def announced(self: FirstRun, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         what = f"the first run of {self._place}"
         with Announcement(rank_zero_info, f"Comparing {what} with PyTorch ...", f"Compared {what} in {{seconds}}."):
             return check(self, *args, **kwargs)
