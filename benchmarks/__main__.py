@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
                 seconds=0.1 if options.quick else options.seconds,
                 accelerator=options.accelerator,
                 # a moving indicator would cost the time of the cores that are measured
-                say=lambda text: console.print(text),
+                say=console.print,
             )
             print_table(columns_of(part), rows_of(report), report, console)
             reports.append(report)
