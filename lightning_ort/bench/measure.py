@@ -121,4 +121,6 @@ def _summary(
         # turn by turn, because neighbours in time had the same machine
         speeds = [b / t for b, t in zip(baseline, turns, strict=True)]
         result["speed"] = {"median": median(speeds), "least": min(speeds), "most": max(speeds)}
+        # likewise: on a busy machine, the medians of each strategy's own turns may say the opposite
+        result["step_ms"] = 1e3 * median(baseline) / median(speeds)
     return result
