@@ -36,7 +36,6 @@ __all__ = [
     "global_hooks",
     "marked_open",
     "no_accounts",
-    "no_fast_path",
 ]
 
 DYNAMO_SETTINGS = {
@@ -102,70 +101,6 @@ class Preparation:
             finally:
                 if begin in callback_handler.start_callbacks:
                     callback_handler.start_callbacks.remove(begin)
-
-
-@contextlib.contextmanager
-def no_fast_path() -> Iterator[None]:
-    """Keep ``nn.TransformerEncoder`` from its fast path, one operator that ONNX lacks, but for what it shows of it."""
-    if not torch.backends.mha.get_fastpath_enabled():
-        yield
-        return
-    is_torchs = torch.nn.TransformerEncoder.forward is _slow_forward  # and no other's patch
-    torch.backends.mha.set_fastpath_enabled(False)
-    if is_torchs:
-        torch.nn.TransformerEncoder.forward = _encoder_forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        if is_torchs:
-            torch.nn.TransformerEncoder.forward = _slow_forward  # type: ignore[method-assign]
-        torch.backends.mha.set_fastpath_enabled(True)
-
-
-_slow_forward = torch.nn.TransformerEncoder.forward
-
-
-def _encoder_forward(
-    self: torch.nn.TransformerEncoder,
-    src: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    src_key_padding_mask: torch.Tensor | None = None,
-    is_causal: bool | None = None,
-) -> torch.Tensor:
-    """With the zeros of the fast path, which leaves padding out and fills it in at the end.
-
-    torch takes that path in evaluation, if all sequences are padded at their ends (``mask_check``). Without a word on
-    whether ``mask`` is causal, torch compares its values with those of one that is, to choose a faster kernel: no graph
-    can hold that, and the result is the same.
-    """
-    if mask is not None and is_causal is None:
-        is_causal = False
-    output = _slow_forward(self, src, mask, src_key_padding_mask, is_causal)
-    if src_key_padding_mask is None or not _leaves_padding_out(self, src, mask):
-        return output
-    padding = src_key_padding_mask.bool()
-    filled = torch.zeros_like(output)
-    if self.norm is not None:
-        filled = self.norm(filled)
-    chosen = padding
-    if getattr(self, "mask_check", True):
-        chosen = padding & (padding[:, 1:] | ~padding[:, :-1]).all()
-    return torch.where(chosen.unsqueeze(-1), filled, output)
-
-
-def _leaves_padding_out(encoder: torch.nn.TransformerEncoder, src: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Torch's own conditions for a path without padding, but for those of the mask's values."""
-    first = encoder.layers[0]
-    tensors = [src, *first.parameters()]
-    return (
-        bool(getattr(encoder, "use_nested_tensor", False))
-        and not first.training
-        and src.dim() == 3
-        and mask is None
-        and not src.is_nested
-        and not torch.is_autocast_enabled()
-        and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
-    )
 
 
 _OPEN = "_dynamo_propagated_dynamic_indices"

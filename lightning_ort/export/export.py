@@ -16,9 +16,9 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from lightning_ort.compiler.distributions import unchecked_distributions
-from lightning_ort.compiler.dynamo import no_fast_path
 from lightning_ort.compiler.global_state import without_autocast
 from lightning_ort.compiler.reference import Buffers, ForkedRNG
+from lightning_ort.compiler.transformer_modules import transformers_in_graphs
 from lightning_ort.environment import require_onnxruntime
 from lightning_ort.errors import ExportError
 from lightning_ort.export.checking import check
@@ -275,7 +275,7 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
             torch.inference_mode(False),
             torch.no_grad(),
             without_autocast(),
-            no_fast_path(),
+            transformers_in_graphs(),
             ForkedRNG(device),
             unchecked_distributions(),
         ):

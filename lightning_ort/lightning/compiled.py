@@ -18,11 +18,12 @@ from torch.nn.parameter import is_lazy
 
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.distributions import checked_distributions
-from lightning_ort.compiler.dynamo import DynamoObserver, Preparation, compiled_apart, global_hooks, no_fast_path
+from lightning_ort.compiler.dynamo import DynamoObserver, Preparation, compiled_apart, global_hooks
 from lightning_ort.compiler.executors.executable import Account
 from lightning_ort.compiler.handlers import LeftToPython
 from lightning_ort.compiler.interrupts import Interrupts
 from lightning_ort.compiler.plan import Fallback
+from lightning_ort.compiler.transformer_modules import transformers_in_graphs
 from lightning_ort.lightning.growing_lists import GrowingLists
 from lightning_ort.lightning.open_sizes import OpenSizes
 from lightning_ort.lightning_packages import pl, rank_zero_info
@@ -115,7 +116,7 @@ class CompiledMethods:
         """Prepare Dynamo; :meth:`remove` takes it back, and must be called in between."""
         self.remove()
         self._settings.enter_context(self._prepared())
-        self._settings.enter_context(no_fast_path())
+        self._settings.enter_context(transformers_in_graphs())
         self._settings.enter_context(checked_distributions())
         self._observer.install()
 

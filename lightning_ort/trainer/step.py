@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.distributions import checked_distributions
-from lightning_ort.compiler.dynamo import Preparation, compiled_apart, no_accounts, no_fast_path
+from lightning_ort.compiler.dynamo import Preparation, compiled_apart, no_accounts
 from lightning_ort.compiler.plan import Fallback
 from lightning_ort.compiler.reference import Buffers, ForkedRNG
+from lightning_ort.compiler.transformer_modules import transformers_in_graphs
 from lightning_ort.errors import CompilationError, IndexOutOfRangeError, RefusedValueError
 from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.trainer.description import Description, ResultError, check_results, gather, summary
@@ -149,7 +150,7 @@ class Step:
             combined.train(training)
         put_back = self._buffers.note()
         try:
-            with self._dynamo.when_compiling(), no_fast_path(), checked_distributions(), no_accounts():
+            with self._dynamo.when_compiling(), transformers_in_graphs(), checked_distributions(), no_accounts():
                 yield
         except BaseException:
             put_back()

@@ -10,7 +10,7 @@ from torch import nn
 import lightning_ort
 from lightning_ort.compiler import ORTBackend
 from lightning_ort.compiler.autograd import multiply
-from lightning_ort.compiler.dynamo import marked_open, no_fast_path
+from lightning_ort.compiler.dynamo import marked_open
 from lightning_ort.compiler.executors.executable import Executable
 from lightning_ort.compiler.executors.onnxruntime import ORTExecutable
 from lightning_ort.compiler.first_run import FirstRun
@@ -359,22 +359,6 @@ def test_what_torch_asserts_of_gradients_is_no_part_of_the_forward_graph():
 def test_the_check_compares_unsigned_integers():
     step, x = Recorder().compile(lambda x: (torch.hash_tensor(x), x * 2)), torch.randn(4, 4)
     assert torch.equal(step(x)[0], torch.hash_tensor(x))
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_an_encoder_with_a_mask_is_one_graph(training):
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    encoder, recorder = nn.TransformerEncoder(layer, 2).train(training), Recorder()
-    for mask in (nn.Transformer.generate_square_subsequent_mask(5), torch.eye(5).roll(1, 0).bool()):
-        x, results = torch.randn(3, 5, 8), []
-        with no_fast_path():
-            compiled = torch.compile(encoder, backend=recorder.backend, fullgraph=True)
-            for module in (encoder, compiled):
-                encoder.zero_grad()
-                y = module(x, mask=mask)
-                y[..., :3].square().sum().backward()
-                results.append([y.detach(), *gradients(encoder)])
-        assert_close(*results, relative=1e-4)
 
 
 def test_unsupported_can_be_an_error():

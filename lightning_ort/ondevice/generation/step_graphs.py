@@ -12,8 +12,8 @@ from lightning_ort.compiler.aot.emit import described, written
 from lightning_ort.compiler.aot.inputs import InputInfo
 from lightning_ort.compiler.aot.joint import GRAD, NEW, Joint, trace_joint
 from lightning_ort.compiler.aot.step_graph import StepGraph
-from lightning_ort.compiler.dynamo import no_fast_path
 from lightning_ort.compiler.passes import standardize
+from lightning_ort.compiler.transformer_modules import transformers_in_graphs
 from lightning_ort.errors import UnsupportedError
 from lightning_ort.ondevice.generation.objectives import ModuleForward, ResultError
 from lightning_ort.ondevice.names import check_names
@@ -34,7 +34,7 @@ def training_graph(forward: ModuleForward, trained: Sequence[str]) -> tuple[Step
     """
     forward.objective.train()
     loss: list[str] = []
-    with no_fast_path(), _result_errors():
+    with transformers_in_graphs(), _result_errors():
         joint = trace_joint(
             forward, forward.infos, loss, [], trained, statistics=True, what=_what(forward), hints=forward.hints
         )
@@ -79,7 +79,7 @@ def gradient_graph(forward: ModuleForward, fed: Collection[str], wanted: Sequenc
         UnsupportedError: an operation without an ONNX form, or sizes that cannot vary.
     """
     forward.objective.train()
-    with no_fast_path(), _result_errors():
+    with transformers_in_graphs(), _result_errors():
         joint = trace_joint(forward, forward.infos, [], [], wanted, what=_what(forward), hints=forward.hints)
     return _graph(forward, joint, fed, wanted, []), bool(joint.traced.draws)
 
@@ -91,7 +91,7 @@ def evaluation_graph(forward: ModuleForward, changing: Sequence[str]) -> StepGra
         changing: buffers that are inputs; the others are constants.
     """
     forward.objective.eval()
-    with no_fast_path(), _result_errors():
+    with transformers_in_graphs(), _result_errors():
         joint = trace_joint(forward, forward.infos, [], [], [], what=_what(forward), hints=forward.hints)
     return _graph(forward, joint, [*forward.parameters, *changing], [], [])
 
