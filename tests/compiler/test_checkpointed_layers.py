@@ -53,3 +53,17 @@ def test_trains_as_in_eager(body, ends_in_loss):
         assert net[1].num_batches_tracked == 6
     else:
         assert not fallbacks
+
+
+def test_called_through_its_module_it_breaks_no_graph():
+    """Where onnxruntime-training has put a function of its own."""
+    net, x = nn.Sequential(nn.Linear(6, 8), nn.Tanh()), torch.randn(4, 6)
+
+    def step(x):
+        return torch.utils.checkpoint.checkpoint(net, x, use_reentrant=False).square().sum()
+
+    step(x).backward()
+    wanted = [p.grad for p in net.parameters()]
+    net.zero_grad()
+    torch.compile(step, backend=ORTBackend(), fullgraph=True)(x).backward()
+    torch.testing.assert_close([p.grad for p in net.parameters()], wanted)
