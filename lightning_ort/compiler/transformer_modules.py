@@ -21,7 +21,7 @@ def transformers_in_graphs() -> Iterator[None]:
     """Encoders without their fast path, but with what it shows of itself; no mask is looked at to find what it is."""
     has_fast_path = torch.backends.mha.get_fastpath_enabled()
     stand_ins: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {
-        torch.nn.TransformerEncoder: (_ENCODER, _encoder_with_zeros if has_fast_path else _encoder),
+        torch.nn.TransformerEncoder: (_ENCODER, _encoder_with_zeros if has_fast_path else _encoder_as_it_is),
         torch.nn.TransformerDecoder: (_DECODER, _decoder),
     }
     # not in the place of another's patch, nor of these
@@ -38,16 +38,6 @@ def transformers_in_graphs() -> Iterator[None]:
 
 
 _ENCODER, _DECODER = torch.nn.TransformerEncoder.forward, torch.nn.TransformerDecoder.forward
-
-
-def _encoder(
-    self: torch.nn.TransformerEncoder,
-    src: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    src_key_padding_mask: torch.Tensor | None = None,
-    is_causal: bool | None = None,
-) -> torch.Tensor:
-    return _ENCODER(self, src, mask, src_key_padding_mask, _told(mask, is_causal))
 
 
 def _decoder(
@@ -72,28 +62,36 @@ def _told(mask: torch.Tensor | None, is_causal: bool | None) -> bool | None:
     return False if mask is not None and is_causal is None else is_causal
 
 
-def _encoder_with_zeros(
-    self: torch.nn.TransformerEncoder,
-    src: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    src_key_padding_mask: torch.Tensor | None = None,
-    is_causal: bool | None = None,
-) -> torch.Tensor:
-    """With the zeros of the fast path, which leaves padding out and fills it in at the end.
+def _encoder(fills_padding: bool) -> Callable[..., torch.Tensor]:
+    """A forward, which may have the zeros of the fast path, which leaves padding out and fills it in at the end.
 
     torch takes that path in evaluation, if all sequences are padded at their ends (``mask_check``).
     """
-    output = _encoder(self, src, mask, src_key_padding_mask, is_causal)
-    if src_key_padding_mask is None or not _leaves_padding_out(self, src, mask):
-        return output
-    padding = src_key_padding_mask.bool()
-    filled = torch.zeros_like(output)
-    if self.norm is not None:
-        filled = self.norm(filled)
-    chosen = padding
-    if getattr(self, "mask_check", True):
-        chosen = padding & (padding[:, 1:] | ~padding[:, :-1]).all()
-    return torch.where(chosen.unsqueeze(-1), filled, output)
+
+    def forward(
+        self: torch.nn.TransformerEncoder,
+        src: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        src_key_padding_mask: torch.Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> torch.Tensor:
+        output = _ENCODER(self, src, mask, src_key_padding_mask, _told(mask, is_causal))
+        if not fills_padding or src_key_padding_mask is None or not _leaves_padding_out(self, src, mask):
+            return output
+        padding = src_key_padding_mask.bool()
+        filled = torch.zeros_like(output)
+        if self.norm is not None:
+            filled = self.norm(filled)
+        chosen = padding
+        if getattr(self, "mask_check", True):
+            chosen = padding & (padding[:, 1:] | ~padding[:, :-1]).all()
+        return torch.where(chosen.unsqueeze(-1), filled, output)
+
+    return forward
+
+
+# made once: for another function in its place, Dynamo would compile again
+_encoder_with_zeros, _encoder_as_it_is = _encoder(True), _encoder(False)
 
 
 def _leaves_padding_out(encoder: torch.nn.TransformerEncoder, src: torch.Tensor, mask: torch.Tensor | None) -> bool:
