@@ -52,6 +52,7 @@ def test_command_measures_each_strategy_in_turns(tmp_path, capsys):
     for result in report["results"]:
         assert "error" not in result
         assert len(result["turns_ms"]) == report["settings"]["rounds"] == 2
+        assert min(result["turns_ms"]) <= result["step_ms"] <= max(result["turns_ms"])
         # whatever the machine did meanwhile, times and speeds say the same
         assert result["step_ms"] * result["speed"]["median"] == pytest.approx(median(report["results"][0]["turns_ms"]))
         assert result["speed"]["least"] <= result["speed"]["median"] <= result["speed"]["most"]

@@ -63,7 +63,7 @@ def _told(mask: torch.Tensor | None, is_causal: bool | None) -> bool | None:
 
 
 def _encoder(fills_padding: bool) -> Callable[..., torch.Tensor]:
-    """A forward, which may have the zeros of the fast path, which leaves padding out and fills it in at the end.
+    """The forward of an encoder; if it ``fills_padding``, with zeros where the fast path has left it out.
 
     torch takes that path in evaluation, if all sequences are padded at their ends (``mask_check``).
     """

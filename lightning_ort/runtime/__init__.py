@@ -19,7 +19,7 @@ for _handler in [h for h in _root.handlers if h not in _handlers]:
     _root.removeHandler(_handler)
 
 
-def _name_options() -> None:
+def _give_signature_back() -> None:
     """Give ``torch.utils.checkpoint.checkpoint`` its signature back.
 
     onnxruntime-training puts functions in its place, one around the other, that take anything; Dynamo tells by the
@@ -36,4 +36,4 @@ def _name_options() -> None:
         present.__signature__ = inspect.signature(inner)
 
 
-_name_options()
+_give_signature_back()
