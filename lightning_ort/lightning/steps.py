@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from time import perf_counter
 from types import FunctionType, MethodType
 from typing import Any, cast
 
@@ -97,10 +96,10 @@ class CompiledSteps(CompiledMethods):
             return super().__call__(name, *args, **kwargs)
         as_it_is = turns.rest or turns.next((args, kwargs), self._observer.compilations, self._trained())
         turns.calls += 1
-        self._undecided, began = None if turns.decided else turns, perf_counter()
+        self._undecided = None if turns.decided else turns
         result = self._as_it_is(turns.step, args, kwargs) if as_it_is else super().__call__(name, *args, **kwargs)
         if not turns.decided:
-            turns.note(began)
+            turns.note()
         return result
 
     def _trained(self) -> int:
@@ -161,12 +160,12 @@ class CompiledSteps(CompiledMethods):
             timeline.close()
         return method(*args, **kwargs)
 
-    def note_backward(self, began: float) -> None:
-        """The backward of the step that was called last, which ``began`` at that second, has ended."""
+    def note_backward(self) -> None:
+        """The backward of the step that was called last has ended."""
         turns, self._undecided = self._undecided, None
         # by hand, it is a part of the call
         if turns is not None and cast(Any, self.module).automatic_optimization:
-            turns.note(began)
+            turns.note()
 
     @override
     def install(self) -> None:

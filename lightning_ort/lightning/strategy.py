@@ -365,7 +365,6 @@ class ORTStrategy(EngineOptions, OnDevices):
     def backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Any:
         module, steps = self.lightning_module, self._steps
         assert module is not None and steps is not None
-        began = perf_counter()
         timeline.backward_begins()
         if args or kwargs:
             closure_loss = super().backward(closure_loss, optimizer, *args, **kwargs)
@@ -377,7 +376,7 @@ class ORTStrategy(EngineOptions, OnDevices):
             closure_loss = self.precision_plugin.post_backward(closure_loss, module)
             self.post_backward(closure_loss)
         timeline.backward_ends()
-        steps.note_backward(began)
+        steps.note_backward()
         return closure_loss
 
     @property

@@ -2,7 +2,8 @@
 
 A graph of a few layers may save less than what surrounds it takes: Dynamo's guards, a node of autograd, the binding of
 memory. No run of a graph by itself shows that. Calls of the step do, and each of them is right either way, so that
-they are made in turns for a while, and then as the faster ones were.
+they are made in turns for a while, and then as the faster ones were. A call lasts until the next one begins: what
+follows it, its update for one, may take longer for its sake, as where threads that it has not used have gone to sleep.
 
 Where several processes train together, all make a call in the same way: what they wait for one another in may have
 another order in graphs. Who has which call follows from its number, and what is decided from what all have found.
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lightning_ort.compiler.contest import MARGIN, MEMORY, Choice, Key, wait_for
+from lightning_ort.compiler.contest import MEMORY, Choice, Key, wait_for
 from lightning_ort.lightning.open_sizes import tensors_of
 from lightning_ort.report import StepReport, timeline
 from lightning_ort.runtime.config import RuntimeConfig
@@ -59,8 +60,8 @@ class Turns:
         step: its account, which is told the outcome.
         parts: gives what makes the step what it is, besides its graphs.
         config: of the sessions.
-        phases: how many times :meth:`note` adds up to a call: what lies between them is not counted.
-        device: what the calls compute on, and what is waited for before a call and behind each of its phases.
+        phases: how many times :meth:`note` is called for a call that counts.
+        device: what the calls compute on, and what is waited for before a call.
         means: gives the means of numbers over all processes, each of which calls it with its own.
 
     Attributes:
@@ -93,13 +94,11 @@ class Turns:
         self._times: dict[int, dict[str, list[float]]] = {}  # seconds of calls that count, by elements and by who
         self._present = ""  # who has the present call
         self._size: int | None = None  # its elements, if it counts
-        self._elapsed: list[float] = []
+        self._noted, self._began = 0, 0.0
 
-    def note(self, began: float) -> None:
-        """A part of the present call, which ``began`` at that second of ``time.perf_counter``, has ended."""
-        if self._present:
-            wait_for(self._device)
-        self._elapsed.append(perf_counter() - began)
+    def note(self) -> None:
+        """A part of the present call has ended."""
+        self._noted += 1
 
     def next(self, args: Any, compilations: int, state: Hashable) -> bool:
         """Whether the call that begins is one of the step as it is.
@@ -115,6 +114,9 @@ class Turns:
             if not any(self._means([elements > 2 * self._elements or state != self._state])):
                 return self.step.as_it_is
             self._begin()
+        is_measured = bool(self._present)
+        if is_measured:
+            wait_for(self._device)
         self._end_call(compilations, state)
         if self.calls % _ROW == 0:
             self._meet(elements)
@@ -123,7 +125,9 @@ class Turns:
             self._present = _ORDER[row % len(_ORDER)]
             self._size = elements if place >= _COLD else None
             self._in_rows += 1
-            wait_for(self._device)
+            if not is_measured:
+                wait_for(self._device)
+            self._began = perf_counter()
         return self.step.as_it_is or self._present == _AS_IT_IS
 
     @property
@@ -133,15 +137,16 @@ class Turns:
 
     def _end_call(self, compilations: int, state: Hashable) -> None:
         """Enter the call before, which is complete."""
+        seconds = perf_counter() - self._began
         present, self._present = self._present, ""
-        elapsed, self._elapsed = self._elapsed, []
+        noted, self._noted = self._noted, 0
         seen = compilations, self.step.graphs, state
         if seen != self._seen:
             self._seen, self._state, self._calm = seen, state, 0
             return
         self._calm += 1
-        if present and self._size is not None and len(elapsed) == self._phases and timeline.present is None:
-            self._times.setdefault(self._size, {_IN_GRAPHS: [], _AS_IT_IS: []})[present].append(sum(elapsed))
+        if present and self._size is not None and noted == self._phases and timeline.present is None:
+            self._times.setdefault(self._size, {_IN_GRAPHS: [], _AS_IT_IS: []})[present].append(seconds)
 
     def _meet(self, elements: int) -> None:
         """What follows from the calls so far, of all processes."""
@@ -163,10 +168,9 @@ class Turns:
         graphs = times[_IN_GRAPHS]
         is_long = self._in_rows == _ROW and bool(graphs) and min(graphs) > _LONG * (1 + len(self.step.graph_breaks))
         has_enough = self._in_rows % (_ROW * len(_ORDER)) == 0 and _fewest((self._elements, times)) >= _ENOUGH
-        in_ort = self.step.graphs > self.step.graphs_in_torch
         seconds = [_usual(times[who]) if has_enough else 0.0 for who in _WAYS]
-        all_calm, all_long, all_enough, any_in_ort, *seconds = self._means(
-            [self._calm >= self._in_rows, is_long, has_enough, in_ort, *seconds]
+        all_calm, all_long, all_enough, *seconds = self._means(
+            [self._calm >= self._in_rows, is_long, has_enough, *seconds]
         )
         if all_calm < 1:
             self._are_rows = False
@@ -177,9 +181,7 @@ class Turns:
             lasting = self._in_rows * sum(seconds) / len(seconds)
             cycles = self._in_rows // (_ROW * len(_ORDER))
             if cycles >= (_SURE if is_clear else _CYCLES) and (lasting >= _LASTING or cycles >= _MOST):
-                # there is no reason for graphs that torch runs but their speed
-                margin = MARGIN if any_in_ort else 0.0
-                choice = Choice.among(dict(zip(_WAYS, seconds, strict=True)), _IN_GRAPHS, margin)
+                choice = Choice.among(dict(zip(_WAYS, seconds, strict=True)), _IN_GRAPHS, margin=0.0)
                 MEMORY.put(self._key(), choice)
                 self._decide(choice)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.optim import Optimizer
+
+from lightning_ort.compiler.contest import MARGIN
 
 __all__ = ["UpdateThreads", "may_take_fewer"]
 
@@ -38,7 +39,10 @@ def may_take_fewer(optimizer: Optimizer) -> bool:
 class UpdateThreads:
     """Measures updates with one thread and with all in turns, and keeps to what was faster.
 
-    An update is what comes between :meth:`begin` and :meth:`end`, or a block.
+    An update is what comes between :meth:`begin` and :meth:`end`, or a block. A step is what comes between the
+    beginnings of two: threads that an update leaves idle have gone to sleep, and what comes after it waits for them. So
+    one thread has to save a share of the steps, and the updates have to account for it, since steps differ by
+    themselves.
 
     Args:
         clock: seconds that have passed.
@@ -47,20 +51,21 @@ class UpdateThreads:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._times: dict[bool, list[float]] = {True: [], False: []}
+        self._steps: dict[bool, list[float]] = {True: [], False: []}
         self._updates = 0
         self._one: bool | None = None
         self._has_one = False
         # of the update that runs: threads to go back to, and whether it has but one
         self._before: int | None = None
         self._on_one = False
-        self._began = 0.0
+        self._began, self._around = 0.0, 0.0
 
     @property
     def milliseconds(self) -> dict[bool, float] | None:
-        """The median time of an update with one thread, and with all; ``None`` before that is known."""
+        """The usual time of an update with one thread, and with all; ``None`` before that is known."""
         if self._one is None:
             return None
-        return {one: 1e3 * statistics.median(times) for one, times in self._times.items()}
+        return {one: 1e3 * _usual(times) for one, times in self._times.items()}
 
     @property
     def stay(self) -> bool:
@@ -86,11 +91,13 @@ class UpdateThreads:
         self._has_one = threads == 1 or not _can_change()
         if self._has_one:
             return
+        began = self._clock()
+        if self._one is None and self._updates > _FIRST:
+            self._steps[self._on_one].append(began - self._began - (0.0 if self._on_one else self._around))
         self._on_one = self._one if self._one is not None else self._updates % 2 == 0
-        self._before = threads
+        self._before, self._began, self._around = threads, began, around
         if self._on_one:
             torch.set_num_threads(1)
-        self._began = self._clock() - (around if self._on_one else 0.0)
 
     def end(self, around: float = 0.0) -> bool:
         """The update is made, or will not be: torch has the threads again that it had before.
@@ -103,16 +110,29 @@ class UpdateThreads:
         """
         if self._before is None:
             return False
-        seconds = self._clock() - self._began - (0.0 if self._on_one else around)
+        seconds = self._clock() - self._began + self._around
         threads, self._before = self._before, None
+        self._around += around
         if self._on_one:
             torch.set_num_threads(threads)
         if self._one is not None:
             return False
         self._updates += 1
         if self._updates > _FIRST:
-            self._times[self._on_one].append(seconds)
+            self._times[self._on_one].append(seconds if self._on_one else seconds - self._around)
         if min(map(len, self._times.values())) == _MEASURED:
-            one, many = (statistics.median(self._times[one]) for one in (True, False))
-            self._one = one < many
+            self._one = self._is_faster()
         return self._one is True
+
+    def _is_faster(self) -> bool:
+        """Whether an update on one thread is, and with it the step."""
+        (one, many), (step, usual_step) = (
+            (_usual(times[True]), _usual(times[False])) for times in (self._times, self._steps)
+        )
+        least = MARGIN * usual_step
+        return one < many - least and step < usual_step - least
+
+
+def _usual(times: Sequence[float]) -> float:
+    """What nothing has disturbed, which only ever adds."""
+    return sorted(times)[len(times) // 4]

@@ -57,6 +57,31 @@ def test_what_one_thread_takes_around_it_counts(before, after, stays):
     assert set(used[20:]) == {stays}
 
 
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(
+    ("one", "many", "stays"),
+    [
+        ((1.0, 5.0), (2.0, 5.0), 1),
+        ((1.0, 6.5), (2.0, 5.0), 2),  # what comes after it waits for the other thread
+        ((1.0, 100.0), (2.0, 100.0), 2),  # no step is faster by a share that counts
+        ((1.9, 4.0), (2.0, 5.0), 2),  # steps differ, but not for the update's sake
+    ],
+)
+def test_it_is_the_step_that_has_to_be_faster(one, many, stays):
+    """Each way is the seconds of an update, and of what comes after it."""
+    now, used = 0.0, []
+    threads = UpdateThreads(lambda: now)
+    for _ in range(30):
+        threads.begin()
+        used.append(torch.get_num_threads())
+        update, rest = one if used[-1] == 1 else many
+        now += update
+        threads.end()
+        now += rest
+    assert used[:4] == [1, 2, 1, 2]
+    assert set(used[20:]) == {stays}
+
+
 def test_one_thread_leaves_nothing_to_find_out():
     threads_before = torch.get_num_threads()
     torch.set_num_threads(1)

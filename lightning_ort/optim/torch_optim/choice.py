@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from lightning_ort.compiler.contest import MEMORY, Choice, Key, measures, race
 from lightning_ort.optim.kinds import known_class
-from lightning_ort.optim.threads import UpdateThreads
 from lightning_ort.optim.torch_optim.families import Group
 from lightning_ort.optim.torch_optim.first_update import allowed
 from lightning_ort.optim.torch_optim.members import is_plain
@@ -219,13 +218,12 @@ def _update(twin: Optimizer, name: str, config: RuntimeConfig) -> Callable[[], o
     step = getattr(type(twin).step, "__wrapped__", type(twin).step)
     if name == AS_WRITTEN:
         return lambda: step(twin)
-    groups, threads = twin.param_groups, UpdateThreads()
+    groups = twin.param_groups
 
     def fused() -> None:
-        with threads:
-            if fused_kernel_fits(twin):
-                twin.param_groups = GroupsOfOneStep(twin, fused_groups(groups))
-            step(twin)
+        if fused_kernel_fits(twin):
+            twin.param_groups = GroupsOfOneStep(twin, fused_groups(groups))
+        step(twin)
 
     return fused
 
