@@ -28,12 +28,12 @@ from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.runtime.memory import release_free_memory
 from lightning_ort.validation import first_line
 
-__all__ = ["MARGIN", "MEMORY", "Choice", "Contest", "Key", "Memory", "learns", "measures", "race", "wait_for"]
+__all__ = ["MARGIN", "MEMORY", "Choice", "Contest", "Key", "Memory", "learns", "measures", "race", "usual", "wait_for"]
 
 _log = logging.getLogger(__name__)
 
 MARGIN = 0.03
-"""the share of its time by which another one must be faster than ONNX Runtime, or than graphs, to be taken"""
+"""the share of its time by which another one must be faster than ONNX Runtime, or one thread than all, to be taken"""
 
 _EXECUTORS = {"onnxruntime", ONE_THREAD, "torch", CHANNELS_LAST, "inductor", "eager", "graphs"}
 
@@ -80,6 +80,11 @@ class Choice:
         if seconds[fastest] >= (1 - margin) * seconds[favourite]:
             fastest = favourite
         return cls(fastest, {name: round(1e3 * t, 4) for name, t in seconds.items()})
+
+
+def usual(times: Sequence[float]) -> float:
+    """Seconds of a call that nothing has disturbed: what else the machine does only ever adds to a call."""
+    return sorted(times)[len(times) // 4]
 
 
 def measures(config: RuntimeConfig) -> bool:

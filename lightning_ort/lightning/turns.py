@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lightning_ort.compiler.contest import MEMORY, Choice, Key, wait_for
+from lightning_ort.compiler.contest import MEMORY, Choice, Key, usual, wait_for
 from lightning_ort.lightning.open_sizes import tensors_of
 from lightning_ort.report import StepReport, timeline
 from lightning_ort.runtime.config import RuntimeConfig
@@ -168,7 +168,7 @@ class Turns:
         graphs = times[_IN_GRAPHS]
         is_long = self._in_rows == _ROW and bool(graphs) and min(graphs) > _LONG * (1 + len(self.step.graph_breaks))
         has_enough = self._in_rows % (_ROW * len(_ORDER)) == 0 and _fewest((self._elements, times)) >= _ENOUGH
-        seconds = [_usual(times[who]) if has_enough else 0.0 for who in _WAYS]
+        seconds = [usual(times[who]) if has_enough else 0.0 for who in _WAYS]
         all_calm, all_long, all_enough, *seconds = self._means(
             [self._calm >= self._in_rows, is_long, has_enough, *seconds]
         )
@@ -196,11 +196,6 @@ class Turns:
     def _key(self) -> Key:
         graphs = [(g.executor, g.begins, g.ends, g.calls, g.elements, sorted(g.inputs)) for g in self.step.each_graph]
         return Key.of_step(self.step.name, [*self._parts(), graphs], self._elements, self._config, self._device)
-
-
-def _usual(row: Sequence[float]) -> float:
-    """Seconds of a call that nothing has disturbed."""
-    return sorted(row)[len(row) // 4]  # what else the machine does only ever adds to a call
 
 
 def _fewest(times: tuple[int, dict[str, list[float]]]) -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch.optim import Optimizer
 
-from lightning_ort.compiler.contest import MARGIN
+from lightning_ort.compiler.contest import MARGIN, usual
 
 __all__ = ["UpdateThreads", "may_take_fewer"]
 
@@ -65,7 +65,7 @@ class UpdateThreads:
         """The usual time of an update with one thread, and with all; ``None`` before that is known."""
         if self._one is None:
             return None
-        return {one: 1e3 * _usual(times) for one, times in self._times.items()}
+        return {one: 1e3 * usual(times) for one, times in self._times.items()}
 
     @property
     def stay(self) -> bool:
@@ -126,13 +126,5 @@ class UpdateThreads:
 
     def _is_faster(self) -> bool:
         """Whether an update on one thread is, and with it the step."""
-        (one, many), (step, usual_step) = (
-            (_usual(times[True]), _usual(times[False])) for times in (self._times, self._steps)
-        )
-        least = MARGIN * usual_step
-        return one < many - least and step < usual_step - least
-
-
-def _usual(times: Sequence[float]) -> float:
-    """What nothing has disturbed, which only ever adds."""
-    return sorted(times)[len(times) // 4]
+        least = MARGIN * usual(self._steps[False])
+        return all(usual(found[True]) < usual(found[False]) - least for found in (self._times, self._steps))

@@ -52,7 +52,7 @@ def takes(measuring, monkeypatch):
     """Have a call in graphs, and one as it is, take so many milliseconds, whatever the clock says."""
 
     def decide(in_graphs, as_it_is):
-        usual = turns._usual
+        usual = turns.usual
 
         def pretended(row):
             assert len(row) >= 6 and usual(row) > 0
@@ -60,7 +60,7 @@ def takes(measuring, monkeypatch):
             return pretended.times[0] / 1e3
 
         pretended.times = [as_it_is, in_graphs]  # asked for by turns, in graphs first
-        monkeypatch.setattr(turns, "_usual", pretended)
+        monkeypatch.setattr(turns, "usual", pretended)
         monkeypatch.setattr(turns, "_SURE", 1)
         monkeypatch.setattr(turns, "_CYCLES", 1)
         monkeypatch.setattr(turns, "_LASTING", 0.0)
@@ -107,7 +107,7 @@ def test_accumulated_and_clipped(takes):
 def test_what_is_known_is_not_measured_again(takes, monkeypatch):
     takes(2.0, 1.0)
     trained()
-    monkeypatch.setattr(turns, "_usual", None)
+    monkeypatch.setattr(turns, "usual", None)
     step = step_report(trained(max_epochs=5).trainer, "training_step")
     assert (dict(step.turns), step.as_it_is, step.calls) == ({"graphs": 2.0, "eager": 1.0}, True, 30)
 
@@ -262,11 +262,19 @@ def test_short_calls_are_measured_for_longer(in_graphs, cycles, measuring, monke
     assert made == [False] * 16 + ROWS * cycles + [False]
 
 
-@pytest.mark.parametrize(("as_it_is", "wins"), [(3.92, True), (4.0, False), (4.08, False)])
+@pytest.mark.parametrize(("as_it_is", "wins"), [(3.92, True), (3.8, True), (4.0, False), (4.08, False)])
 def test_what_is_close_is_measured_for_longer(as_it_is, wins, measuring, monkeypatch):
     """Of two that are alike graphs stay."""
     made = Calls(monkeypatch, 4.0, as_it_is).until_decided()
     assert made == [False] * 16 + ROWS * 5 + [wins]
+
+
+@pytest.mark.parametrize("in_torch", [0, 1])
+@pytest.mark.parametrize(("as_it_is", "wins"), [(0.99, True), (1.01, False)])
+def test_graphs_have_no_margin(as_it_is, wins, in_torch, measuring, monkeypatch):
+    calls = Calls(monkeypatch, 1.0, as_it_is)
+    calls.step.graphs_in_torch = in_torch
+    assert calls.until_decided()[-1] is wins
 
 
 @pytest.mark.parametrize(("in_graphs", "as_it_is", "wins"), [(3.0, 1.0, True), (1.0, 3.0, False), (1.0, 1.0, False)])
