@@ -443,7 +443,7 @@ def in_turns(folder: Path) -> dict[str, Any]:
             # on a busy machine all calls may be long ones, which are not compared
             slow = mock.patch.object(turns, "_LONG", float("inf"))
             soon = mock.patch.object(turns, "_LASTING", 0.0)
-            with mock.patch.object(turns, "_usual", pretended), slow, soon, ways.noting():
+            with mock.patch.object(turns, "usual", pretended), slow, soon, ways.noting():
                 flags = {"max_steps": 104, "callbacks": [ways]} | flags
                 if name in ("again", "known to one"):
                     flags["eager"] = found["images"]["eager"]
