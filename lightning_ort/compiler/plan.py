@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import onnx_ir as ir
 import torch
@@ -19,8 +19,8 @@ from torch import fx
 from lightning_ort.compiler.allocation import allocator
 from lightning_ort.compiler.dynamo_words import source_line
 from lightning_ort.compiler.functional_graph import TRACED_KEYS, Untraceable
-from lightning_ort.compiler.lowering import GraphBuilder, NotLowered
-from lightning_ort.compiler.lowering.builder import dtype_of
+from lightning_ort.compiler.lowering import LOWERINGS, GraphBuilder, NotLowered
+from lightning_ort.compiler.lowering.builder import dtype_of, no_form
 from lightning_ort.compiler.passes import has_doubles, has_extreme_factor, optimize, save_memory
 from lightning_ort.compiler.placement import (
     SMALL,
@@ -40,6 +40,9 @@ from lightning_ort.runtime.tensors import is_supported
 from lightning_ort.validation import first_line
 
 __all__ = ["Fallback", "Plan", "build_plan"]
+
+_From = TypeVar("_From")
+_To = TypeVar("_To")
 
 Slot = int
 Slots = dict[fx.Node, Slot]
@@ -135,11 +138,13 @@ class _Planner:
         self._module, self._inputs, self._outputs = module, list(inputs), list(outputs)
         self._factory = sessions
         self._sizes = Sizes(self._inputs)
-        self._reasons: dict[fx.Node, str] = {}
         self._numbers: list[Callable[[Sequence[Any]], tuple[Any, ...]]] = []
         self._sessions: list[OrtSession] = []
         self._on_cpu: list[str] = []
         self._preferred = better_in_torch(module.graph, sessions)
+        # all at once: for each that is found later, the whole graph is lowered again
+        calls = [n for n in module.graph.nodes if n not in self._preferred and _can_leave(n)]
+        self._reasons = {n: no_form(n) for n in calls if n.target not in LOWERINGS and not is_number(n)}
 
     def plan(self) -> Plan:
         """Cut into segments and compile them, moving what turns out not to work in ONNX Runtime to torch."""
@@ -163,20 +168,19 @@ class _Planner:
         )
 
     def _take_out(self, rejected: _Rejected) -> None:
-        """Have a node computed elsewhere; each rejection takes one more out of ONNX Runtime, or ends the compilation.
+        """Have nodes computed elsewhere; each rejection takes more out of ONNX Runtime, or ends the compilation.
 
         Raises:
-            Untraceable: torch cannot compute that node by itself either.
+            Untraceable: torch cannot compute one of them by itself either.
         """
-        node, reason = rejected.node, rejected.reason
-        if is_number(node) and node.op == "call_function":
-            self._compute_ahead(node, reason)
-            return
-        # as_strided reads memory as eager laid it out, and a segment's tensors lie otherwise
-        strided = node.target is torch.ops.aten.as_strided.default
-        if strided or node.op != "call_function" or node in self._reasons or node in self._preferred:
-            raise Untraceable(reason) from rejected
-        self._reasons[node] = reason
+        for node, reason in rejected.reasons.items():
+            if is_number(node) and node.op == "call_function":
+                self._compute_ahead(node, reason)
+                return  # the graph has changed: of the others, some may be gone
+        for node, reason in rejected.reasons.items():
+            if not _can_leave(node) or node in self._reasons or node in self._preferred:
+                raise Untraceable(reason) from rejected
+            self._reasons[node] = reason
 
     def _compute_ahead(self, number: fx.Node, reason: str) -> None:
         """Make ``number`` a further input, computed before each run from the sizes of the others."""
@@ -202,11 +206,15 @@ class _Planner:
             for node in segment.outputs:
                 writes.setdefault(node, inputs + len(writes))
         reads = writes | {n: i for i, n in enumerate(self._inputs)}
-        steps = []
-        for segment in segments:
-            # one without results is an assertion about what torch computed
-            build = self._torch_step if segment.in_torch or not segment.outputs else self._ort_step
-            steps.append(build(segment, reads, writes))
+        # one without results is an assertion about what torch computed
+        in_torch = [segment.in_torch or not segment.outputs for segment in segments]
+        # before any session is made, which would be in vain
+        lowered = _each(self._lower, [s for s, is_torchs in zip(segments, in_torch, strict=True) if not is_torchs])
+        sessions = iter(_each(self._session, lowered))
+        steps = [
+            self._torch_step(segment, reads, writes) if is_torchs else self._ort_step(*next(sessions), reads, writes)
+            for segment, is_torchs in zip(segments, in_torch, strict=True)
+        ]
         return steps, len(writes) - len(self._outputs), self._find_last_reads(segments, reads)
 
     def _find_last_reads(self, segments: list[Segment], reads: Slots) -> list[list[Slot]]:
@@ -242,8 +250,9 @@ class _Planner:
 
         return step
 
-    def _ort_step(self, segment: Segment, slots: Slots, written: Slots) -> Step:
-        session, inputs = self._session(segment)
+    def _ort_step(
+        self, segment: Segment, session: OrtSession, inputs: Sequence[fx.Node], slots: Slots, written: Slots
+    ) -> Step:
         reads, writes = [slots[n] for n in inputs], [written[n] for n in segment.outputs]
         numbers = {slots[n]: dtype_of(n) for n in inputs if is_number(n)}
         ahead = set(self._outputs)
@@ -268,19 +277,18 @@ class _Planner:
 
         return step
 
-    def _session(self, segment: Segment) -> tuple[OrtSession, list[fx.Node]]:
-        small = operations(segment.nodes) < SMALL
+    def _lower(self, segment: Segment) -> tuple[Segment, GraphBuilder, list[fx.Node]]:
+        """``segment`` in ONNX, and what it reads."""
         builder = GraphBuilder(
-            one_thread=self._factory.in_one_thread(small=small),
+            one_thread=self._factory.in_one_thread(small=operations(segment.nodes) < SMALL),
             by_bits=chosen_by_bits() if self._factory.only_cpu else (),
         )
-        by_name = {n.name: n for n in segment.nodes}
         used = set(itertools.chain.from_iterable(n.all_input_nodes for n in segment.nodes)) | set(segment.outputs)
         inputs = [n for n in segment.inputs if n in used]
         for node in segment.nodes:
             foreign = _foreign_dtypes([node, *node.all_input_nodes])
             if foreign:
-                raise _Rejected(_owner(node), f"{foreign} tensors cannot be passed to ONNX Runtime")
+                raise _Rejected({_owner(node): f"{foreign} tensors cannot be passed to ONNX Runtime"})
         for node in inputs:
             builder.add_input(node)
         for node in self._module.graph.nodes:
@@ -292,7 +300,14 @@ class _Planner:
             try:
                 builder.lower(node)
             except NotLowered as reason:
-                raise _Rejected(_owner(node), str(reason)) from None
+                raise _Rejected({_owner(node): str(reason)}) from None
+        return segment, builder, inputs
+
+    def _session(
+        self, lowered: tuple[Segment, GraphBuilder, list[fx.Node]]
+    ) -> tuple[Segment, OrtSession, list[fx.Node]]:
+        segment, builder, inputs = lowered
+        by_name = {n.name: n for n in segment.nodes}
         model = optimize(builder.model(segment.outputs))
         repeats = save_memory(model)
         live = {v.name for v in model.graph.inputs}
@@ -301,7 +316,7 @@ class _Planner:
             session = self._factory.session(
                 ir.to_proto(model).SerializeToString(),
                 double=has_doubles(model),
-                small=small,
+                small=operations(segment.nodes) < SMALL,
                 repeats=repeats,
                 extreme=has_extreme_factor(model),
                 same_shapes=all(
@@ -313,10 +328,10 @@ class _Planner:
             node = _blamed(str(error), by_name)
             if node is None:
                 raise
-            raise _Rejected(_owner(node), first_line(error)) from error
+            raise _Rejected({_owner(node): first_line(error)}) from error
         self._sessions.append(session)
         self._on_cpu += session.on_cpu or ()
-        return session, inputs
+        return segment, session, inputs
 
 
 def _picker(slots: Sequence[Slot]) -> Callable[[list[Any]], Sequence[Any]]:
@@ -329,9 +344,35 @@ _VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
 
 
 class _Rejected(Exception):
-    def __init__(self, node: fx.Node, reason: str) -> None:
-        super().__init__(reason)
-        self.node, self.reason = node, reason
+    """ONNX Runtime cannot compute some nodes, for those reasons."""
+
+    def __init__(self, reasons: dict[fx.Node, str]) -> None:
+        super().__init__("; ".join(reasons.values()))
+        self.reasons = reasons
+
+
+def _each(make: Callable[[_From], _To], parts: Sequence[_From]) -> list[_To]:
+    """What ``make`` gives for all ``parts``, or all that is rejected of them."""
+    made: list[_To] = []
+    reasons: dict[fx.Node, str] = {}
+    cause = None
+    for part in parts:
+        try:
+            made.append(make(part))
+        except _Rejected as rejected:
+            reasons |= rejected.reasons
+            cause = cause or rejected
+    if reasons:
+        raise _Rejected(reasons) from cause
+    return made
+
+
+def _can_leave(node: fx.Node) -> bool:
+    """Whether torch may compute a node by itself.
+
+    Not ``as_strided``, which reads memory as eager laid it out: a segment's tensors lie otherwise.
+    """
+    return node.op == "call_function" and node.target is not torch.ops.aten.as_strided.default
 
 
 def _owner(node: fx.Node) -> fx.Node:

@@ -86,7 +86,7 @@ def test_a_compilation_that_gets_nowhere_ends(monkeypatch, target):
     def compile_(self, segments):
         attempts.append(segments)
         assert len(attempts) < 10, "it would go on for ever"
-        raise _Rejected(next(n for n in self._module.graph.nodes if n.op == target), "not today")
+        raise _Rejected({next(n for n in self._module.graph.nodes if n.op == target): "not today"})
 
     monkeypatch.setattr(_Planner, "_compile", compile_)
     reasons: list = []

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from lightning_ort.compiler import ORTBackend
+from lightning_ort.compiler.lowering import LOWERINGS, NotLowered
 from lightning_ort.report import Report
 from lightning_ort.runtime.config import RuntimeConfig
+from lightning_ort.runtime.factory import SessionFactory
 
 
 def make_cnn() -> nn.Module:
@@ -109,3 +111,30 @@ def test_report_names_them():
     report.step("training_step").preferred.update(["aten.convolution.default"] * 3)
     line = "in torch by choice: aten.convolution.default, 3 times"
     assert line in str(report) and "placement='onnxruntime'" in str(report)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_each_session_is_made_once(known, monkeypatch):
+    """However many calls have to leave ONNX Runtime, also where only lowering shows it."""
+    made: list = []
+    session = SessionFactory.session
+    monkeypatch.setattr(SessionFactory, "session", lambda self, *a, **kw: made.append(0) or session(self, *a, **kw))
+    if known:
+        monkeypatch.delitem(LOWERINGS, torch.ops.aten.sin.default)
+    else:
+
+        def refuse(builder, node, *args):
+            raise NotLowered("not today")
+
+        monkeypatch.setitem(LOWERINGS, torch.ops.aten.sin.default, refuse)
+    fallbacks: list = []
+
+    def step(x):
+        for _ in range(8):
+            x = (x @ x).sin() * 0.5 + 0.1
+        return x
+
+    backend = ORTBackend(RuntimeConfig(placement="onnxruntime"), on_fallback=fallbacks.extend)
+    x = torch.randn(5, 5, dtype=torch.float64)
+    torch.testing.assert_close(torch.compile(step, backend=backend)(x), step(x), rtol=1e-12, atol=0)
+    assert (len(made), [f.operator for f in fallbacks]) == (9, ["aten.sin.default"] * 8)

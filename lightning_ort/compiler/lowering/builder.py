@@ -53,6 +53,11 @@ def rank_of(node: fx.Node) -> int:
     return node.meta["val"].dim()
 
 
+def no_form(node: fx.Node) -> str:
+    """Why a call that no lowering is registered for is not lowered."""
+    return f"no ONNX form for {node.target}"
+
+
 class GraphBuilder:
     """An ONNX graph under construction and the ONNX value of each fx node written so far.
 
@@ -119,7 +124,7 @@ class GraphBuilder:
         """
         function = LOWERINGS.get(node.target)
         if function is None:
-            raise NotLowered(f"no ONNX form for {node.target}")
+            raise NotLowered(no_form(node))
         written, checks, self._scope = len(self.nodes), len(self._checks), node.name
         try:
             self._values[node] = function(self, node, *node.args, **node.kwargs)
