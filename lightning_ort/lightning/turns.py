@@ -4,6 +4,7 @@ A graph of a few layers may save less than what surrounds it takes: Dynamo's gua
 memory. No run of a graph by itself shows that. Calls of the step do, and each of them is right either way, so that
 they are made in turns for a while, and then as the faster ones were. A call lasts until the next one begins: what
 follows it, its update for one, may take longer for its sake, as where threads that it has not used have gone to sleep.
+Where nearly each call is compiled anew, as for lists of boxes of which any may be a single one, nothing is measured.
 
 Where several processes train together, all make a call in the same way: what they wait for one another in may have
 another order in graphs. Who has which call follows from its number, and what is decided from what all have found.
@@ -11,6 +12,7 @@ another order in graphs. Who has which call follows from its number, and what is
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from time import perf_counter
 from typing import Any
@@ -42,6 +44,8 @@ _LASTING, _MOST = 0.25, 12
 graphs on several threads wait for and others need not, does not; and how often they are made at most for that"""
 _LONG = 0.02
 """seconds of a call to which what surrounds each of its graphs adds little"""
+_LATEST, _RESTLESS = 6, 5
+"""of so many latest calls, how many were compiled anew where that is not expected to end"""
 _PATIENCE = 400
 """calls after which graphs stay, because calls that are alike are too rare"""
 _LOOK, _LOOK_TOGETHER = 8, 256
@@ -86,10 +90,11 @@ class Turns:
 
     def _begin(self) -> None:
         self.decided, self.step.as_it_is, self.step.turns = False, False, {}
-        self._seen: Hashable = None
+        self._seen: tuple[int, int, Hashable] | None = None  # compilations, graphs and state of the call before
         self._state: Hashable = None
         self._elements = 0  # that it is decided for
-        self.calls = self._calm = self._in_rows = 0
+        self.step.restless = self.calls = self._calm = self._in_rows = 0
+        self._compiled: deque[bool] = deque(maxlen=_LATEST)  # whether anything was, in the latest calls
         self._are_rows = False
         self._times: dict[int, dict[str, list[float]]] = {}  # seconds of calls that count, by elements and by who
         self._present = ""  # who has the present call
@@ -118,7 +123,7 @@ class Turns:
         if is_measured:
             wait_for(self._device)
         self._end_call(compilations, state)
-        if self.calls % _ROW == 0:
+        if self.calls % _ROW == 0 or (self._means is alone and sum(self._compiled) >= _RESTLESS):
             self._meet(elements)
         if self._are_rows:
             row, place = divmod(self._in_rows, _ROW)
@@ -141,6 +146,8 @@ class Turns:
         present, self._present = self._present, ""
         noted, self._noted = self._noted, 0
         seen = compilations, self.step.graphs, state
+        if self._seen is not None:
+            self._compiled.append(seen[:2] != self._seen[:2])
         if seen != self._seen:
             self._seen, self._state, self._calm = seen, state, 0
             return
@@ -153,10 +160,15 @@ class Turns:
         if self._are_rows:
             self._look_at_rows()
             return
-        self._elements, is_calm = elements, self._calm >= _CALM
+        self._elements, is_calm, restless = elements, self._calm >= _CALM, sum(self._compiled)
         known = MEMORY.get(self._key()) if is_calm else None
-        all_calm, *all_know = self._means([is_calm, *[known is not None and known.executor == who for who in _WAYS]])
-        if all_calm == 1 and 1 in all_know:
+        all_calm, any_restless, *all_know = self._means(
+            [is_calm, restless >= _RESTLESS, *[known is not None and known.executor == who for who in _WAYS]]
+        )
+        if any_restless > 0:
+            self.step.restless = max(restless, _RESTLESS)  # in one of the processes
+            self._decide(Choice(_AS_IT_IS, {}))
+        elif all_calm == 1 and 1 in all_know:
             assert known is not None
             self._decide(known)
         elif all_calm == 1:

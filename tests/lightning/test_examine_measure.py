@@ -13,6 +13,7 @@ from modules import Classifier, table
 from parity import assert_same_state, needs_ort, quiet, state_of
 
 from lightning_ort import ORTPrecision, ORTStrategy, examine
+from lightning_ort.compiler import contest
 from lightning_ort.lightning import examine as module_of_examine
 from lightning_ort.lightning.turns import Turns
 
@@ -95,7 +96,8 @@ def test_it_ends_where_there_is_nothing_to_measure(data, measuring):
 
 
 @pytest.mark.parametrize("how", ["deterministic", "placement", "on_unsupported", "scaled"])
-def test_steps_are_timed_where_a_training_compares_nothing(how, measuring):
+def test_steps_are_timed_where_a_training_compares_nothing(how, measuring, monkeypatch):
+    monkeypatch.setattr(contest, "_PROMISING", 1.01)  # a busy machine makes torch come near to a half
     options = {
         "placement": {"placement": "onnxruntime"},
         "on_unsupported": {"on_unsupported": "error"},

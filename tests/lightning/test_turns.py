@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule
 from modules import CLASSES, FEATURES, ByHand, table
 from parity import assert_same_outcome, assert_same_state, fit, needs_ort, quiet, state_of, step_report
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_ort import ORTPrecision, ORTStrategy
 from lightning_ort.compiler import contest
@@ -291,6 +292,72 @@ def test_a_compilation_begins_the_rows_anew(calls):
         calls.call()
     calls.compilations += 1
     assert calls.until_decided() == [True] * 2 + [False] * 16 + ROWS * 2 + [False]
+
+
+def test_what_is_compiled_anew_at_nearly_each_call_is_called_as_it_is(calls):
+    made = []
+    while not calls.turns.decided:
+        made.append(calls.call())
+        calls.compilations += len(made) != 2
+    assert made == [False] * 6 + [True]
+    assert (calls.step.as_it_is, calls.step.restless, dict(calls.step.turns)) == (True, 5, {})
+    assert all(calls.call() for _ in range(17))
+    assert not calls.call(size=1000)  # is another matter
+    assert (calls.step.as_it_is, calls.step.restless) == (False, 0)
+
+
+def test_what_is_compiled_anew_at_each_second_call_stays(calls):
+    for i in range(100):
+        assert not calls.call()
+        calls.compilations += i % 2
+    assert not calls.turns.decided
+
+
+def test_processes_agree_on_what_is_compiled_too_often(measuring, monkeypatch):
+    """One of two has data of ever new sizes; they look where both do."""
+    calls = Calls(monkeypatch)
+    calls.turns._means = lambda facts: [(fact + other) / 2 for fact, other in zip(facts, asked.pop(0), strict=True)]
+    asked = [[0.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
+    assert calls.until_decided() == [False] * 8 + [True]
+    assert calls.step.as_it_is
+
+
+class Boxes(LightningModule):
+    """As many boxes as there are in each image, which are a size of their own where there is but one."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(FEATURES, CLASSES)
+
+    def training_step(self, batch, batch_idx):
+        boxes, labels = batch
+        return F.cross_entropy(torch.stack([self.net(b).amax(0) for b in boxes]), labels)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def boxes():
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.randint(0, 3, (80,), generator=generator).tolist()
+    rows = [(torch.randn(1 + n, FEATURES, generator=generator), n) for n in counts]
+    return DataLoader(
+        rows, batch_size=5, collate_fn=lambda some: ([x for x, _ in some], torch.tensor([n for _, n in some]))
+    )
+
+
+def test_boxes_of_ever_other_numbers(measuring):
+    runs = [
+        fit(Boxes, boxes, None, strategy=strategy, max_epochs=1, max_steps=-1)
+        for strategy in ("auto", ORTStrategy(print_report=False))
+    ]
+    assert_same_outcome(*runs)
+    step = step_report(runs[1].trainer, "training_step")
+    assert (step.as_it_is, step.restless, step.calls) == (True, 5, 16)
+    assert len(step.recompilations) < 6
+    assert "it was compiled anew in 5 calls nearly in a row" in re.sub(
+        r"\s+", " ", str(runs[1].trainer.strategy.report())
+    )
 
 
 @pytest.mark.parametrize("slowed", [False, True])
