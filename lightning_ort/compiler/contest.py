@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from lightning_ort._version import __version__
+from lightning_ort.compiler.choice import MARGIN, Choice
 from lightning_ort.compiler.executors.channels_last import CHANNELS_LAST
 from lightning_ort.compiler.executors.onnxruntime import ONE_THREAD
 from lightning_ort.compiler.global_state import GlobalState
@@ -28,12 +29,9 @@ from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.runtime.memory import release_free_memory
 from lightning_ort.validation import first_line
 
-__all__ = ["MARGIN", "MEMORY", "Choice", "Contest", "Key", "Memory", "learns", "measures", "race", "usual", "wait_for"]
+__all__ = ["MEMORY", "Contest", "Key", "Memory", "learns", "measures", "race", "wait_for"]
 
 _log = logging.getLogger(__name__)
-
-MARGIN = 0.03
-"""the share of its time by which another one must be faster than ONNX Runtime, or one thread than all, to be taken"""
 
 _EXECUTORS = {"onnxruntime", ONE_THREAD, "torch", CHANNELS_LAST, "inductor", "eager", "graphs"}
 
@@ -57,34 +55,6 @@ _FAR = 5.0
 next"""
 _CALL = 5e-6
 """seconds of Python in a call of one of torch's functions, which such a graph saves where there is no autograd"""
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """What a race has shown.
-
-    Attributes:
-        executor: the one that was taken.
-        milliseconds: per candidate that of one run.
-        failed: per candidate that could not take part why it could not; not remembered.
-    """
-
-    executor: str
-    milliseconds: Mapping[str, float]
-    failed: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-    @classmethod
-    def among(cls, seconds: Mapping[str, float], favourite: str, margin: float = MARGIN) -> Choice:
-        """The fastest one, or ``favourite`` if no other is faster by more than the share ``margin`` of its time."""
-        fastest = min(seconds, key=seconds.__getitem__)
-        if seconds[fastest] >= (1 - margin) * seconds[favourite]:
-            fastest = favourite
-        return cls(fastest, {name: round(1e3 * t, 4) for name, t in seconds.items()})
-
-
-def usual(times: Sequence[float]) -> float:
-    """Seconds of a call that nothing has disturbed: what else the machine does only ever adds to a call."""
-    return sorted(times)[len(times) // 4]
 
 
 def measures(config: RuntimeConfig) -> bool:

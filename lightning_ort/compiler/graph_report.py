@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compiler.contest import MARGIN, Choice
+from lightning_ort.compiler.choice import MARGIN, Choice
 from lightning_ort.compiler.dynamo_words import source_line
 from lightning_ort.compiler.executors.channels_last import CHANNELS_LAST
 from lightning_ort.compiler.executors.executable import Account, Executable

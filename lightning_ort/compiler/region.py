@@ -14,8 +14,9 @@ from torch.utils import _pytree as pytree
 
 from lightning_ort.compiler.autograd import ApartStep, LossStep, Node, PairStep, divided, node_of
 from lightning_ort.compiler.autograd_functions import calls_function
+from lightning_ort.compiler.choice import Choice
 from lightning_ort.compiler.compilation import OVERLAP, Compilation, Pair
-from lightning_ort.compiler.contest import MEMORY, Choice, Contest, Key, measures
+from lightning_ort.compiler.contest import MEMORY, Contest, Key, measures
 from lightning_ort.compiler.dynamo_words import place_of, source_line
 from lightning_ort.compiler.eager_graph import arrivals
 from lightning_ort.compiler.executors.executable import Account, Eager, Executable, timed_in_torch

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from lightning_ort.compiler.contest import MEMORY, Choice, Key, usual, wait_for
+from lightning_ort.compiler.choice import Choice, usual
+from lightning_ort.compiler.contest import MEMORY, Key, wait_for
 from lightning_ort.lightning.open_sizes import tensors_of
 from lightning_ort.report import StepReport, timeline
 from lightning_ort.runtime.config import RuntimeConfig

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch.optim import Optimizer
 
-from lightning_ort.compiler.contest import MARGIN, usual
+from lightning_ort.compiler.choice import MARGIN, usual
 
 __all__ = ["UpdateThreads", "may_take_fewer"]
 

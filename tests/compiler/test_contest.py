@@ -22,7 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ort import ORTStrategy
 from lightning_ort.cli import main
 from lightning_ort.compiler import ORTBackend, compilation, contest, region
-from lightning_ort.compiler.contest import MEMORY, Choice, Key, race
+from lightning_ort.compiler.choice import Choice
+from lightning_ort.compiler.contest import MEMORY, Key, race
 from lightning_ort.compiler.functional_graph import Untraceable
 from lightning_ort.compiler.global_state import GlobalState
 from lightning_ort.compiler.loss_scale import LossScaling

@@ -347,7 +347,8 @@ def overflowing() -> dict[str, Any]:
 
 def agreement() -> dict[str, Any]:
     """Who runs a graph is the same on all ranks, whatever each has measured."""
-    from lightning_ort.compiler.contest import Choice, Key, Memory
+    from lightning_ort.compiler.choice import Choice
+    from lightning_ort.compiler.contest import Key, Memory
 
     trainer = fit(Recurrent, ours(), max_steps=1)
     memory = Memory()

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_ort.compiler.contest import MEMORY, Choice, Key, measures, race
+from lightning_ort.compiler.choice import Choice
+from lightning_ort.compiler.contest import MEMORY, Key, measures, race
 from lightning_ort.optim.kinds import known_class
 from lightning_ort.optim.torch_optim.families import Group
 from lightning_ort.optim.torch_optim.first_update import allowed
