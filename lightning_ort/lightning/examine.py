@@ -61,7 +61,8 @@ class Examination:
             elif step.in_torch:
                 verdict = "a part of it runs in torch, see above"
             elif step.as_it_is:
-                why = "since it was compiled again and again" if step.restless else "which was measured to be faster"
+                again = "since it was compiled again and again"
+                why = again if step.recompiled_calls else "which was measured to be faster"
                 verdict = f"all of it can run in ONNX Runtime; it is called as it is, {why}"
             elif step.graphs_in_torch:
                 chosen = f"{step.graphs_in_torch} of {step.graphs} graphs"

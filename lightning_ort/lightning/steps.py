@@ -126,7 +126,7 @@ class CompiledSteps(CompiledMethods):
     def _begin_turns(self, name: str) -> Turns | None:
         trainer, module, step = cast(Any, self._trainer), cast(Any, self.module), self.report.step(name)
         # what an earlier fit has found may not hold for this one
-        step.turns, step.as_it_is, step.restless = {}, False, 0
+        step.turns, step.as_it_is, step.recompiled_calls = {}, False, 0
         turns, strategy = None, trainer.strategy
         # as many calls as the others need not be made of what is not for training
         together = trainer.world_size == 1 or (name == "training_step" and strategy.waits_each_step)

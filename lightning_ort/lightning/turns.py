@@ -45,7 +45,7 @@ _LASTING, _MOST = 0.25, 12
 graphs on several threads wait for and others need not, does not; and how often they are made at most for that"""
 _LONG = 0.02
 """seconds of a call to which what surrounds each of its graphs adds little"""
-_LATEST, _RESTLESS = 6, 5
+_LATEST, _TOO_MANY = 6, 5
 """of so many latest calls, how many were compiled anew where that is not expected to end"""
 _PATIENCE = 400
 """calls after which graphs stay, because calls that are alike are too rare"""
@@ -94,7 +94,7 @@ class Turns:
         self._seen: tuple[int, int, Hashable] | None = None  # compilations, graphs and state of the call before
         self._state: Hashable = None
         self._elements = 0  # that it is decided for
-        self.step.restless = self.calls = self._calm = self._in_rows = 0
+        self.step.recompiled_calls = self.calls = self._calm = self._in_rows = 0
         self._compiled: deque[bool] = deque(maxlen=_LATEST)  # whether anything was, in the latest calls
         self._are_rows = False
         self._times: dict[int, dict[str, list[float]]] = {}  # seconds of calls that count, by elements and by who
@@ -124,7 +124,7 @@ class Turns:
         if is_measured:
             wait_for(self._device)
         self._end_call(compilations, state)
-        if self.calls % _ROW == 0 or (self._means is alone and sum(self._compiled) >= _RESTLESS):
+        if self.calls % _ROW == 0 or (self._means is alone and sum(self._compiled) >= _TOO_MANY):
             self._meet(elements)
         if self._are_rows:
             row, place = divmod(self._in_rows, _ROW)
@@ -161,13 +161,13 @@ class Turns:
         if self._are_rows:
             self._look_at_rows()
             return
-        self._elements, is_calm, restless = elements, self._calm >= _CALM, sum(self._compiled)
+        self._elements, is_calm, recompiled = elements, self._calm >= _CALM, sum(self._compiled)
         known = MEMORY.get(self._key()) if is_calm else None
-        all_calm, any_restless, *all_know = self._means(
-            [is_calm, restless >= _RESTLESS, *[known is not None and known.executor == who for who in _WAYS]]
+        all_calm, any_too_many, *all_know = self._means(
+            [is_calm, recompiled >= _TOO_MANY, *[known is not None and known.executor == who for who in _WAYS]]
         )
-        if any_restless > 0:
-            self.step.restless = max(restless, _RESTLESS)  # in one of the processes
+        if any_too_many > 0:
+            self.step.recompiled_calls = max(recompiled, _TOO_MANY)  # in one of the processes
             self._decide(Choice(_AS_IT_IS, {}))
         elif all_calm == 1 and 1 in all_know:
             assert known is not None

@@ -101,7 +101,7 @@ class StepReport:
         turns: milliseconds of a call, with its backward, ``"graphs"`` in these and ``"eager"`` as it is, where calls
             were made in turns to see which is faster.
         as_it_is: whether it is called as it is from then on.
-        restless: how many calls nearly in a row were compiled anew, where it is called as it is for their sake.
+        recompiled_calls: how many calls nearly in a row were compiled anew, where it is called as it is for their sake.
         compile_seconds: wall-clock seconds spent compiling and measuring.
         timing: the calls that were timed.
     """
@@ -120,7 +120,7 @@ class StepReport:
     widened: int = 0
     turns: Mapping[str, float] = dataclasses.field(default_factory=dict)
     as_it_is: bool = False
-    restless: int = 0
+    recompiled_calls: int = 0
     compile_seconds: float = 0.0
     timing: Timing = dataclasses.field(default_factory=Timing, repr=False)
 

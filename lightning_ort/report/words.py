@@ -94,8 +94,8 @@ def choices(step: StepReport) -> list[str]:
 
 def turns(step: StepReport) -> list[str]:
     """Whether its calls are made in graphs, and why."""
-    if step.restless:
-        return [f"the step is called as it is, because it was compiled anew in {step.restless} calls nearly in a row"]
+    if calls := step.recompiled_calls:
+        return [f"the step is called as it is, because it was compiled anew in {calls} calls nearly in a row"]
     if not step.turns:
         return []
     in_graphs, as_it_is = (seconds(1e-3 * step.turns[who]) for who in ("graphs", "eager"))

@@ -300,10 +300,10 @@ def test_what_is_compiled_anew_at_nearly_each_call_is_called_as_it_is(calls):
         made.append(calls.call())
         calls.compilations += len(made) != 2
     assert made == [False] * 6 + [True]
-    assert (calls.step.as_it_is, calls.step.restless, dict(calls.step.turns)) == (True, 5, {})
+    assert (calls.step.as_it_is, calls.step.recompiled_calls, dict(calls.step.turns)) == (True, 5, {})
     assert all(calls.call() for _ in range(17))
     assert not calls.call(size=1000)  # is another matter
-    assert (calls.step.as_it_is, calls.step.restless) == (False, 0)
+    assert (calls.step.as_it_is, calls.step.recompiled_calls) == (False, 0)
 
 
 def test_what_is_compiled_anew_at_each_second_call_stays(calls):
@@ -353,7 +353,7 @@ def test_boxes_of_ever_other_numbers(measuring):
     ]
     assert_same_outcome(*runs)
     step = step_report(runs[1].trainer, "training_step")
-    assert (step.as_it_is, step.restless, step.calls) == (True, 5, 16)
+    assert (step.as_it_is, step.recompiled_calls, step.calls) == (True, 5, 16)
     assert len(step.recompilations) < 6
     assert "it was compiled anew in 5 calls nearly in a row" in re.sub(
         r"\s+", " ", str(runs[1].trainer.strategy.report())
