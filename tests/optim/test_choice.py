@@ -109,6 +109,36 @@ def test_the_fused_kernel_trains_as_what_was_written(case, dtype, fastest):
     assert_close(ours, theirs, reach)
 
 
+@pytest.mark.parametrize("case", [case for case in FUSED_CASES if case != "adagrad"])
+def test_the_kernel_is_called_without_what_torch_does_before_it(case, fastest, monkeypatch):
+    fastest("torch")
+    kind, settings = FUSED_CASES[case]
+    ours, theirs = network(), network()
+    a = kind(ours.parameters(), **copy.deepcopy(settings))
+    b = kind(theirs.parameters(), **copy.deepcopy(settings), fused=True)
+    hooked(a)
+    sorted_tensors = []
+    original = optim.Optimizer._group_tensors_by_device_and_dtype
+
+    def counted(lists, *args, **kwargs):
+        sorted_tensors.append(lists)
+        return original(lists, *args, **kwargs)
+
+    monkeypatch.setattr(optim.Optimizer, "_group_tensors_by_device_and_dtype", staticmethod(counted))
+    for net, optimizer, expected in ((ours, a, 0), (theirs, b, 9)):
+        schedule = optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        train(net, optimizer, [0])
+        sorted_tensors.clear()
+        for k in range(1, 10):
+            schedule.step()
+            train(net, optimizer, [k])
+        assert len(sorted_tensors) == expected
+    # bit for bit
+    for x, y in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(x, y)
+        assert all(torch.equal(a.state[x][name], value) for name, value in b.state[y].items() if value is not None)
+
+
 class Kernels:
     """Counts the updates of real parameters for which torch was asked for its fused kernel."""
 
@@ -171,6 +201,20 @@ class Events:
                         state[name] = value.t().contiguous().t()
 
     @staticmethod
+    def memory_of_states_in_another_order(k, net, optimizer):
+        if k == 2:
+            for state in optimizer.state.values():
+                for value in state.values():
+                    if isinstance(value, torch.Tensor) and value.dim() == 2:
+                        value.data = value.data.t().contiguous().t()
+
+    @staticmethod
+    def weights_in_other_memory(k, net, optimizer):
+        if k >= 2:
+            for p in net.parameters():
+                p.data = p.data.clone()
+
+    @staticmethod
     def one_counter(k, net, optimizer):
         if k == 2:
             steps = [state for state in optimizer.state.values() if "step" in state]
@@ -190,6 +234,35 @@ class Events:
     def first_gradients_later(k, net, optimizer):
         if k < 2:
             net[0].weight.grad = None
+
+    @staticmethod
+    def gradients_come_and_go(k, net, optimizer):
+        net[k % 2 * 2].weight.grad = None
+
+    @staticmethod
+    def no_gradient_at_all(k, net, optimizer):
+        if k == 2:
+            optimizer.zero_grad()
+
+    @staticmethod
+    def a_state_is_loaded(k, net, optimizer):
+        if k == 2:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+    @staticmethod
+    def a_group_of_its_own(k, net, optimizer):
+        if k == 2:
+            moved = optimizer.param_groups[0]["params"].pop()
+            state = optimizer.state.pop(moved, None)
+            optimizer.add_param_group({"params": [moved], "lr": 0.3})
+            if state is not None:
+                optimizer.state[moved] = state
+
+    @staticmethod
+    def more_in_the_state(k, net, optimizer):
+        if k == 2:
+            optimizer.state["of the user"] = 1
+            optimizer.state[net[0].weight]["note"] = "mine"
 
     @staticmethod
     def a_state_is_lost(k, net, optimizer):
@@ -234,6 +307,32 @@ class Events:
     def twice(k, net, optimizer):
         if k == 0:
             optimizer.param_groups[0]["params"].append(net[0].weight)
+
+    @staticmethod
+    def a_schedule(k, net, optimizer):
+        group = optimizer.param_groups[0]
+        group["lr"] *= 0.9
+        if "betas" in group:
+            group["betas"] = (group["betas"][0] * 0.9, group["betas"][1])
+        if "momentum" in group:
+            group["momentum"] *= 0.9
+
+    @staticmethod
+    def the_other_direction(k, net, optimizer):
+        if k == 2:
+            optimizer.param_groups[0]["maximize"] = "maximize" in optimizer.param_groups[0]
+
+    @staticmethod
+    def largest_moments(k, net, optimizer):
+        if k == 2 and "amsgrad" in optimizer.param_groups[0]:
+            optimizer.param_groups[0]["amsgrad"] = True
+            for state in optimizer.state.values():
+                state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
+
+    @staticmethod
+    def betas_that_are_tensors(k, net, optimizer):
+        if k == 2 and "betas" in optimizer.param_groups[0]:
+            optimizer.param_groups[0]["betas"] = (torch.tensor(0.9), torch.tensor(0.99))
 
     @staticmethod
     def other_settings(k, net, optimizer):

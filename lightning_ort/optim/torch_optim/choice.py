@@ -8,7 +8,6 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,17 +17,21 @@ from torch.optim import Optimizer
 from lightning_ort.compiler.choice import Choice
 from lightning_ort.compiler.contest import MEMORY, Key, measures, race
 from lightning_ort.optim.kinds import known_class
-from lightning_ort.optim.torch_optim.families import Group
 from lightning_ort.optim.torch_optim.first_update import allowed
-from lightning_ort.optim.torch_optim.members import is_plain
+from lightning_ort.optim.torch_optim.fused import (
+    FusedUpdate,
+    GroupsOfOneStep,
+    fused_groups,
+    fused_kernel_fits,
+    is_in_order,
+    may_be_fused,
+)
 from lightning_ort.optim.torch_optim.stepper import OptimizerStepper
 from lightning_ort.runtime.config import RuntimeConfig
 from lightning_ort.validation import first_line
 from lightning_ort.verification import distance
 
-__all__ = [
-    "AS_WRITTEN", "FUSED", "ONNXRUNTIME", "GroupsOfOneStep", "choose", "fused_groups", "fused_kernel_fits",
-]  # fmt: skip
+__all__ = ["AS_WRITTEN", "FUSED", "ONNXRUNTIME", "choose"]
 
 # the names of Choice
 ONNXRUNTIME, FUSED, AS_WRITTEN = "onnxruntime", "torch", "eager"
@@ -86,86 +89,7 @@ def _reason(choice: Choice) -> str | None:
 
 def _has_fused_kernel(optimizer: Optimizer) -> bool:
     """Whether torch has a fused kernel on the CPU for the class, the settings and the parameters of ``optimizer``."""
-    return all(_may_be_fused(group) and all(map(_is_in_order, group["params"])) for group in optimizer.param_groups)
-
-
-def fused_kernel_fits(optimizer: Optimizer) -> bool:
-    """Whether the fused kernel can make the coming update, and makes the one that torch's other code makes.
-
-    It does not look at what it is given: whether parameters, gradients and states lie in memory one like the other and
-    are of one type, for one. So this does, each time.
-    """
-    seen = set[int]()
-    for group in optimizer.param_groups:
-        if not _may_be_fused(group):
-            return False
-        begun = set[bool]()
-        for p in group["params"]:
-            gradient = p.grad
-            if gradient is None:
-                continue
-            if id(p) in seen or not _is_in_order(p) or not _is_like(gradient, p):
-                return False
-            seen.add(id(p))
-            state = optimizer.state.get(p) or {}
-            for name, value in state.items():
-                if name == "step":
-                    # all are counted first, so that one of two parameters would be counted twice
-                    if type(value) is not Tensor or value.dtype is not torch.float32 or id(value) in seen:
-                        return False
-                    seen.add(id(value))
-                elif isinstance(value, Tensor) and not _is_like(value, p):
-                    return False
-            begun.add(state.get("momentum_buffer") is not None)
-        if group.get("momentum") and len(begun) > 1:  # it makes the buffers of all or of none
-            return False
-    return True
-
-
-def _may_be_fused(group: Group) -> bool:
-    return (
-        group.get("fused", False) is None
-        and not (group.get("foreach") or group.get("differentiable") or group.get("capturable"))
-        # a tensor of which the kernel takes the number, and other code rounds with
-        and not any(isinstance(value, Tensor) for value in group.values())
-        # it counts in float32
-        and torch.get_default_dtype() is torch.float32
-    )
-
-
-def _is_in_order(p: Tensor) -> bool:
-    return is_plain(p) and p.is_cpu and p.is_contiguous()
-
-
-def _is_like(x: Tensor, p: Tensor) -> bool:
-    return _is_in_order(x) and x.dtype is p.dtype and x.shape == p.shape
-
-
-def fused_groups(groups: Iterable[Group]) -> list[Group]:
-    """``groups`` with the flag that has torch take its fused kernel."""
-    return [{**group, "fused": True} for group in groups]
-
-
-class GroupsOfOneStep(list):
-    """Stands in for the groups of an optimizer in the one loop over them that its ``step`` has.
-
-    As that loop begins, the optimizer has its own groups again.
-
-    Args:
-        groups: what is looped over.
-    """
-
-    def __init__(self, optimizer: Optimizer, groups: Iterable[Group]) -> None:
-        super().__init__()
-        self._optimizer, self._own, self._groups = optimizer, optimizer.param_groups, groups
-
-    def __iter__(self) -> Iterator[Any]:
-        self.give_back()
-        return iter(self._groups)
-
-    def give_back(self) -> None:
-        """Let the optimizer have its own groups."""
-        self._optimizer.param_groups = self._own
+    return all(may_be_fused(group) and all(map(is_in_order, group["params"])) for group in optimizer.param_groups)
 
 
 def _measured(
@@ -219,9 +143,14 @@ def _update(twin: Optimizer, name: str, config: RuntimeConfig) -> Callable[[], o
     step = getattr(type(twin).step, "__wrapped__", type(twin).step)
     if name == AS_WRITTEN:
         return lambda: step(twin)
-    groups = twin.param_groups
+    groups, direct = twin.param_groups, FusedUpdate(twin)
 
     def fused() -> None:
+        calls = direct.ready()
+        if calls is not None:
+            for call in calls:
+                call()
+            return
         if fused_kernel_fits(twin):
             twin.param_groups = GroupsOfOneStep(twin, fused_groups(groups))
         step(twin)

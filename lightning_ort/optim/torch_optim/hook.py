@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import Any, Literal
 
@@ -22,11 +22,9 @@ from lightning_ort.optim.torch_optim.choice import (
     AS_WRITTEN,
     FUSED,
     ONNXRUNTIME,
-    GroupsOfOneStep,
     choose,
-    fused_groups,
-    fused_kernel_fits,
 )
+from lightning_ort.optim.torch_optim.fused import FusedUpdate, GroupsOfOneStep, fused_groups, fused_kernel_fits
 from lightning_ort.optim.torch_optim.members import NeedsTorch
 from lightning_ort.optim.torch_optim.stepper import OptimizerStepper, why_not
 from lightning_ort.report import InTorch, OptimizerReport, Report
@@ -85,6 +83,7 @@ class StepHook:
         if previous is not None:  # of another strategy: two would make two updates
             previous.remove()
         self._threads, self._fewer = UpdateThreads(), (-1, False)
+        self._fused = FusedUpdate(optimizer)
         self._idle_for = -1
         self._handles: list[RemovableHandle] = []
         # one that wraps another without ``Optimizer.__init__`` has no place for them, or a dictionary of its own in
@@ -113,6 +112,14 @@ class StepHook:
         """Whether torch makes the updates of these groups as they are written, and nothing is left to find out."""
         return self._idle_for == len(self.optimizer.param_groups)
 
+    def __enter__(self) -> None:
+        """A step comes. One that raises calls no post-hook, so that the end of the block gives back what it has."""
+        self.come_last()
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        if kind is not None:
+            self.break_off()
+
     def come_last(self) -> None:
         """See to it that no other pre-hook comes after this one: it would find the update made."""
         if self._handles and not self._is_last():
@@ -124,14 +131,18 @@ class StepHook:
         return hooks is None or next(reversed(hooks), None) == self._handles[0].id
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        is_traced = torch.compiler.is_compiling()
-        if self.idle and not is_traced:
+        if torch.compiler.is_compiling():
+            return self._prepare_apart(optimizer, args, kwargs)
+        if self.idle:
             self.report.in_torch += 1
             return None
-        return self._prepare(optimizer, args, kwargs, None if is_traced else perf_counter())
+        return self._prepare(optimizer, args, kwargs, perf_counter())
 
     # the update and what it calls are no part of a step's graph
     @torch.compiler.disable
+    def _prepare_apart(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._prepare(optimizer, args, kwargs, None)
+
     def _prepare(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], began: float | None) -> Any:
         self._give_groups_back()  # of a step that has ended before its loop
         if self._mode == "auto" and self._stepper is not None:
@@ -160,10 +171,16 @@ class StepHook:
                 if self._update():
                     optimizer.param_groups = GroupsOfOneStep(optimizer, ())
                 return result
-            fits = executor == FUSED and fused_kernel_fits(optimizer)
+            calls = self._fused.ready() if executor == FUSED else None
+            fits = calls is not None or (executor == FUSED and fused_kernel_fits(optimizer))
             if fits or executor == AS_WRITTEN:
                 self._threads.begin(spent + perf_counter() - closed)
-            if fits:
+            if calls is not None:
+                with torch.no_grad():
+                    for call in calls:
+                        call()
+                optimizer.param_groups = GroupsOfOneStep(optimizer, ())
+            elif fits:
                 optimizer.param_groups = GroupsOfOneStep(optimizer, fused_groups(optimizer.param_groups))
             return result
 
@@ -286,28 +303,10 @@ class HookedOptimizers:
         """Whether nothing of a step of any of them is this package's any more."""
         return bool(self._hooks) and all(hook.idle for hook in self._hooks)
 
-    def come_last(self, optimizer: Any) -> None:
-        """Have the hook of ``optimizer``, if it has one that does anything, come after all others in the next step."""
-        if self.idle:
-            return
-        hook = self._hook_of(optimizer)
-        if hook is not None:
-            hook.come_last()
-
     def stepping(self, optimizer: Any) -> contextlib.AbstractContextManager[None]:
-        """A step of ``optimizer`` comes. One that raises calls no post-hook: groups and threads are given back here."""
-        return contextlib.nullcontext() if self.idle else self._stepping(optimizer)
-
-    @contextlib.contextmanager
-    def _stepping(self, optimizer: Any) -> Iterator[None]:
-        self.come_last(optimizer)
-        try:
-            yield
-        except BaseException:
-            hook = self._hook_of(optimizer)
-            if hook is not None:
-                hook.break_off()
-            raise
+        """A step of ``optimizer`` comes, in the block."""
+        hook = None if self.idle else self._hook_of(optimizer)
+        return contextlib.nullcontext() if hook is None else hook
 
     @staticmethod
     def _hook_of(optimizer: Any) -> StepHook | None:
