@@ -45,7 +45,7 @@ help:
 	@echo "make lint    check format, lint and types"
 	@echo "make format  format the code and mend what lint can mend"
 	@echo "make docs    set up $(DOCS) and build the documentation into build/docs"
-	@echo "make bench   run the benchmarks in $(STOCK) and write their tables and pictures into docs/ (an hour)"
+	@echo "make bench   run the benchmarks in $(STOCK) and write their tables and pictures into docs/ (two hours)"
 	@echo "make dist    build wheel and sdist into dist/ and check them"
 	@echo "make smoke   make dist, then install the wheel alone into $(WHEEL) and try it"
 	@echo "make clean   remove caches; make clean-environments removes both environments"

@@ -20,7 +20,7 @@ from lightning_ort.bench.measure import Settings
 from lightning_ort.bench.process import build_inductor_headers
 from lightning_ort.bench.table import print_table, wide_console
 
-_PRECISIONS = {part: ["32-true", "bf16-mixed"] if part in STEPS else ["32-true"] for part in PARTS}
+_PRECISIONS = {part: ["32-true", *(["bf16-mixed"] if part in ("models", "logged") else [])] for part in PARTS}
 
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
@@ -29,9 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     if options.save and _is_part_of_a_part(options):
         _parser().error("--save keeps whole parts, as the documentation shows them: use --output FOLDER")
     if options.accelerator != "cpu" and (options.save or "everyday" in options.only):
-        _parser().error(
-            "--accelerator is for --only models logged growth, without --save: the documentation's are CPUs"
-        )
+        _parser().error("--accelerator is for all parts but everyday, without --save: the documentation's are CPUs")
     settings = Settings.quick(options.threads) if options.quick else Settings(threads=options.threads)
     rounds = options.rounds or (settings.rounds if options.quick else None)
     console = wide_console()
@@ -86,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(name, nargs="+", type=kind, choices=choices, default=list(choices), metavar="X", help=text)
 
     add("--only", PARTS, "; ".join(f"{name}: {text}" for name, text in PARTS.items()))
-    add("--models", MODELS, f"of parts models and logged: {', '.join(MODELS)}")
+    add("--models", MODELS, f"of parts {', '.join(STEPS)}: {', '.join(MODELS)}")
     parser.add_argument("--layers", nargs="+", type=int, default=list(LAYERS), metavar="N", help="of part growth")
     add("--projects", PROJECTS, f"of part everyday: {', '.join(PROJECTS)}")
     parser.add_argument(
@@ -96,7 +94,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=20.0, help="of a project's fit with auto (default: 20)")
     parser.add_argument("--threads", type=int, help="threads of torch and ONNX Runtime (default: torch's choice)")
     parser.add_argument(
-        "--precision", nargs="+", metavar="X", help="of the Trainer (default: 32-true, for the models also bf16-mixed)"
+        "--precision",
+        nargs="+",
+        metavar="X",
+        help="of the Trainer (default: 32-true, for models and logged also bf16-mixed)",
     )
     parser.add_argument("--accelerator", choices=("cpu", "cuda"), default="cpu", help="of the Trainer (default: cpu)")
     parser.add_argument("--quick", action="store_true", help="a few steps, to see that it works; figures mean nothing")

@@ -1,6 +1,7 @@
 """One running ``Trainer.fit`` of a model of this folder that works only when it is its turn.
 
-``python -m benchmarks.child '{"model": ..., "precision": ..., "accelerator": ..., "logs": ..., "options": ...}'``
+``python -m benchmarks.child '{"model": ..., "precision": ..., "accelerator": ..., "logs": ..., "fused": ...,
+"options": ...}'``
 trains as :mod:`lightning_ort.bench.child` says; ``options`` go to the model's ``make_module``.
 """
 
@@ -34,11 +35,19 @@ class Batches:
         return itertools.cycle(self._batches)
 
 
-def train(child: Child, model: str, precision: Any, accelerator: str, logs: bool, options: Mapping[str, Any]) -> None:
+def train(
+    child: Child,
+    model: str,
+    precision: Any,
+    accelerator: str,
+    logs: bool,
+    fused: bool | None,
+    options: Mapping[str, Any],
+) -> None:
     """Train until there are no more turns; steps log only with ``logs``."""
     seed_everything(0, verbose=False)
     module = load(model).make_module(**options)
-    module.logs = logs
+    module.logs, module.fused = logs, fused
     trainer = Trainer(
         strategy=strategy_of(child.strategy),
         accelerator=accelerator,

@@ -29,8 +29,14 @@ _BEGIN, _END = "<!-- python -m benchmarks.page writes from here -->", "<!-- to h
 _TITLES = {
     "models": "Steps of eight models, nothing logged",
     "logged": "Steps of eight models, with self.log",
+    "unfused": "Steps of eight models, with AdamW as most write it",
     "growth": "Growth: a narrow GPT, deeper and deeper",
     "everyday": "Everyday projects, from start to end",
+}
+_KINDS = {
+    "models": "nothing logged",
+    "logged": "with `self.log`",
+    "unfused": "nothing logged, AdamW without `fused=True`",
 }
 _NETWORKS = {
     "rl": "policy of two layers, batches of 32",
@@ -97,10 +103,10 @@ def summary(reports: Sequence[dict[str, Any]]) -> str:
             speed = f"{r['speed']['median']:.2f} ({r['speed']['least']:.2f} to {r['speed']['most']:.2f})"
             paid = "never" if steps is None else f"{float(f'{steps:.2g}'):,.0f}"
             blocks.append(f"| {_NETWORKS[r['model']]} | {speed} | {r['compile_s']:.1f} s | {paid} |")
-        machine, logs = report["machine"], "with `self.log`" if report["part"] == "logged" else "nothing logged"
+        machine, kind = report["machine"], _KINDS[report["part"]]
         blocks += [
             "",
-            f"{machine['cpu']}, {machine['cores']} cores, float32, {logs}, {report['date']}; range over turns in "
+            f"{machine['cpu']}, {machine['cores']} cores, float32, {kind}, {report['date']}; range over turns in "
             "brackets.",
             "",
         ]

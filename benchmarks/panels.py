@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from benchmarks.parts import STEPS
 from benchmarks.projects import MINUTE, compared, of_a_minute
 from lightning_ort.bench.advice import break_even
 from lightning_ort.bench.contestants import BASELINE
@@ -39,7 +40,7 @@ class Panel:
 def panels_of(report: Mapping[str, Any]) -> list[Panel]:
     """The panels of a report's picture."""
     results = [r for r in report["results"] if "error" not in r]
-    panels = {"models": _models, "logged": _models, "growth": _growth, "everyday": _everyday}
+    panels = {**dict.fromkeys(STEPS, _models), "growth": _growth, "everyday": _everyday}
     return list(panels[report["part"]](results))
 
 

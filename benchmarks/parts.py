@@ -22,10 +22,11 @@ LAYERS = (4, 12, 24, 48)
 PARTS = {
     "models": "the steps of eight models, in which nothing is logged",
     "logged": "the same steps with self.log",
+    "unfused": "the same steps with AdamW as most write it, without fused=True",
     "growth": f"a narrow GPT of {', '.join(map(str, LAYERS))} layers: step, compile time, memory",
     "everyday": "six projects from start to end, first run and second",
 }
-STEPS = ("models", "logged")
+STEPS = ("models", "logged", "unfused")
 """the parts that are about the eight models"""
 
 
@@ -49,7 +50,7 @@ def run_part(
         precision: of the Trainer.
         strategies: names.
         settings: how long steps are measured.
-        models: of ``models`` and ``logged``.
+        models: of those of :data:`STEPS`.
         layers: of ``growth``.
         projects: of ``everyday``.
         seconds: of a project's fit under ``auto``.
@@ -69,20 +70,21 @@ def run_part(
     if part in STEPS:
         for model in models:
             say(f"{model}: {MODELS[model]}")
-            command = _command(model, precision, accelerator, logs=part == "logged")
+            command = _command(model, precision, accelerator, part)
             report["results"] += measure(model, command, strategies, settings)
         return report
     for count in layers:
         say(f"GPT of {count} layers")
-        command = _command("narrow_gpt", precision, accelerator, logs=False, layers=count)
+        command = _command("narrow_gpt", precision, accelerator, part, layers=count)
         report["results"] += [
             {**result, "layers": count} for result in measure(f"{count} layers", command, strategies, settings)
         ]
     return report
 
 
-def _command(model: str, precision: str, accelerator: str, *, logs: bool, **options: Any) -> list[str]:
-    job = {"model": model, "precision": precision, "accelerator": accelerator, "logs": logs, "options": options}
+def _command(model: str, precision: str, accelerator: str, part: str, **options: Any) -> list[str]:
+    job = {"model": model, "precision": precision, "accelerator": accelerator, "options": options}
+    job |= {"logs": part == "logged", "fused": None if part == "unfused" else True}
     return [sys.executable, "-m", "benchmarks.child", json.dumps(job)]
 
 

@@ -91,7 +91,7 @@ def test_a_gpu_is_for_steps_and_waited_for(monkeypatch, capsys):
         main(["--only", "models", "--accelerator", "cuda", "--save"])
     with pytest.raises(SystemExit):
         main(["--accelerator", "cuda"])
-    assert capsys.readouterr().err.count("--accelerator is for --only models logged growth") == 2
+    assert capsys.readouterr().err.count("--accelerator is for all parts but everyday") == 2
 
     waited = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)

@@ -18,6 +18,7 @@ class MaskedLM(LightningModule):
     """3.7 million parameters, dropout 0.1."""
 
     logs = True
+    fused: bool | None = True
 
     def __init__(self, lr: float = 3e-4, dropout: float = 0.1) -> None:
         super().__init__()
@@ -40,7 +41,7 @@ class MaskedLM(LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), self.hparams.lr, fused=True)
+        return torch.optim.AdamW(self.parameters(), self.hparams.lr, fused=self.fused)
 
 
 def make_module() -> LightningModule:

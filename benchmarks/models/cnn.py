@@ -14,6 +14,7 @@ class CNN(LightningModule):
     """Convolution, BatchNorm, ReLU and max-pool, three times."""
 
     logs = True
+    fused: bool | None = True
 
     def __init__(self, lr: float = 1e-3) -> None:
         super().__init__()
@@ -37,7 +38,7 @@ class CNN(LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), self.hparams.lr, fused=True)
+        return torch.optim.AdamW(self.parameters(), self.hparams.lr, fused=self.fused)
 
 
 def make_module() -> LightningModule:

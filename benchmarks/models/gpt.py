@@ -45,6 +45,7 @@ class GPT(LightningModule):
     """3.4 million parameters."""
 
     logs = True
+    fused: bool | None = True
 
     def __init__(
         self, lr: float = 3e-4, dropout: float = 0.1, width: int = WIDTH, layers: int = LAYERS, heads: int = HEADS
@@ -82,7 +83,7 @@ class GPT(LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), self.hparams.lr, betas=(0.9, 0.95), fused=True)
+        return torch.optim.AdamW(self.parameters(), self.hparams.lr, betas=(0.9, 0.95), fused=self.fused)
 
 
 def make_module() -> LightningModule:

@@ -16,6 +16,7 @@ class LSTMLanguageModel(LightningModule):
     """1.6 million parameters, dropout 0.1."""
 
     logs = True
+    fused: bool | None = True
 
     def __init__(self, lr: float = 1e-3, dropout: float = 0.1) -> None:
         super().__init__()
@@ -37,7 +38,7 @@ class LSTMLanguageModel(LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), self.hparams.lr, fused=True)
+        return torch.optim.AdamW(self.parameters(), self.hparams.lr, fused=self.fused)
 
 
 def make_module() -> LightningModule:

@@ -14,6 +14,7 @@ class MLP(LightningModule):
     """Two hidden layers; loss and accuracy are logged."""
 
     logs = True
+    fused: bool | None = True
 
     def __init__(self, lr: float = 1e-3) -> None:
         super().__init__()
@@ -35,7 +36,7 @@ class MLP(LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), self.hparams.lr, fused=True)
+        return torch.optim.AdamW(self.parameters(), self.hparams.lr, fused=self.fused)
 
 
 def make_module() -> LightningModule:

@@ -36,6 +36,7 @@ class ResNet18(LightningModule):
     """11.2 million parameters."""
 
     logs = True
+    fused: bool | None = True
 
     def __init__(self, lr: float = 1e-3) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ class ResNet18(LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), self.hparams.lr, fused=True)
+        return torch.optim.AdamW(self.parameters(), self.hparams.lr, fused=self.fused)
 
 
 def make_module() -> LightningModule:

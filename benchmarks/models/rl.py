@@ -13,6 +13,7 @@ class Policy(LightningModule):
     """Policy gradient with an entropy bonus."""
 
     logs = True
+    fused: bool | None = True
 
     def __init__(self, lr: float = 3e-4, entropy_weight: float = 0.01) -> None:
         super().__init__()
@@ -36,7 +37,7 @@ class Policy(LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), self.hparams.lr, fused=True)
+        return torch.optim.AdamW(self.parameters(), self.hparams.lr, fused=self.fused)
 
 
 def make_module() -> LightningModule:

@@ -14,6 +14,7 @@ class TabularNet(LightningModule):
     """An embedding per categorical column, BatchNorm on the numeric ones, two hidden layers."""
 
     logs = True
+    fused: bool | None = True
 
     def __init__(self, lr: float = 1e-3) -> None:
         super().__init__()
@@ -45,7 +46,7 @@ class TabularNet(LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), self.hparams.lr, fused=True)
+        return torch.optim.AdamW(self.parameters(), self.hparams.lr, fused=self.fused)
 
 
 def make_module() -> LightningModule:
