@@ -221,7 +221,7 @@ class _Part:
         )
         if not as_before:
             return None
-        return partial(kernel.call, group, numbers, params, gradients, self._states) if params else _nothing
+        return partial(kernel.call, group, numbers, params, gradients, *self._states) if params else _nothing
 
 
 _LAYOUT, _DTYPE, _SHAPE = map(attrgetter, ("layout", "dtype", "shape"))
@@ -242,18 +242,21 @@ def _flags(group: Group) -> tuple[Any, ...]:
     return get("fused", False), get("foreach"), get("differentiable"), get("capturable")
 
 
+_Row = list[Tensor]
+
+
 class _Kernel(NamedTuple):
     """A fused kernel.
 
     Attributes:
         states: torch's names of the states that it reads, for the settings of a group.
         numbers: the settings that are numbers.
-        call: updates parameters by settings, numbers, gradients and lists of states.
+        call: updates parameters: settings, numbers, parameters, gradients, and one list for each of the states.
     """
 
     states: Callable[[Group], tuple[str, ...]]
     numbers: Callable[[Group], tuple[Any, ...]]
-    call: Callable[[Group, tuple[Any, ...], list[Tensor], list[Tensor], list[list[Tensor]]], None]
+    call: Callable[..., None]
 
 
 def _adam_states(group: Group) -> tuple[str, ...]:
@@ -264,14 +267,8 @@ def _adam_numbers(group: Group) -> tuple[Any, ...]:
     return (group["lr"], *group["betas"], group["weight_decay"], group["eps"])
 
 
-def _adam(
-    group: Group,
-    numbers: tuple[Any, ...],
-    params: list[Tensor],
-    gradients: list[Tensor],
-    states: list[list[Tensor]],
-) -> None:
-    counts, first, second, *largest = states
+def _adam(group: Group, numbers: tuple[Any, ...], params: _Row, gradients: _Row, counts: _Row, *moments: _Row) -> None:
+    first, second, *largest = moments
     lr, beta1, beta2, weight_decay, eps = numbers
     torch._foreach_add_(counts, 1)
     kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
@@ -300,18 +297,12 @@ def _sgd_numbers(group: Group) -> tuple[Any, ...]:
     return group["lr"], group["momentum"], group["dampening"], group["weight_decay"]
 
 
-def _sgd(
-    group: Group,
-    numbers: tuple[Any, ...],
-    params: list[Tensor],
-    gradients: list[Tensor],
-    states: list[list[Tensor]],
-) -> None:
+def _sgd(group: Group, numbers: tuple[Any, ...], params: _Row, gradients: _Row, *momenta: _Row) -> None:
     lr, momentum, dampening, weight_decay = numbers
     torch._fused_sgd_(
         params,
         gradients,
-        states[0] if states else [],
+        momenta[0] if momenta else [],
         weight_decay=weight_decay,
         momentum=momentum,
         lr=lr,
