@@ -20,7 +20,7 @@ from lightning_ort.bench.measure import Settings
 from lightning_ort.bench.process import build_inductor_headers
 from lightning_ort.bench.table import print_table, wide_console
 
-_PRECISIONS = {part: ["32-true", *(["bf16-mixed"] if part in ("models", "logged") else [])] for part in PARTS}
+_PRECISIONS = dict.fromkeys(PARTS, ("32-true",)) | dict.fromkeys(("models", "logged"), ("32-true", "bf16-mixed"))
 
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:

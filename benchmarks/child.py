@@ -44,7 +44,7 @@ def train(
     fused: bool | None,
     options: Mapping[str, Any],
 ) -> None:
-    """Train until there are no more turns; steps log only with ``logs``."""
+    """Train until there are no more turns; steps log only with ``logs``, ``fused`` goes to the optimizer."""
     seed_everything(0, verbose=False)
     module = load(model).make_module(**options)
     module.logs, module.fused = logs, fused

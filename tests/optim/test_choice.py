@@ -153,6 +153,19 @@ class Kernels:
         monkeypatch.setattr(torch, "_fused_adam_", counted)
 
 
+@pytest.mark.parametrize(("setting", "value"), [("foreach", True), ("fused", False)])
+def test_what_is_asked_for_later_is_obeyed(setting, value, fastest, monkeypatch):
+    fastest("torch")
+    net = network()
+    hooked(optimizer := optim.Adam(net.parameters(), 0.01))
+    kernels = Kernels(net.parameters(), monkeypatch)
+    train(net, optimizer, range(3))
+    assert kernels.fused == 3
+    optimizer.param_groups[0][setting] = value
+    train(net, optimizer, range(3, 6))
+    assert kernels.fused == 3
+
+
 def channels_last(weights):
     weights.data = weights.data.to(memory_format=torch.channels_last)
 
@@ -193,6 +206,21 @@ class Events:
                     p.grad = p.grad.t().contiguous().t()
 
     @staticmethod
+    def a_later_gradient_in_another_order(k, net, optimizer):
+        if k == 2:
+            net[0].weight.grad = net[0].weight.grad.t().contiguous().t()
+
+    @staticmethod
+    def a_later_gradient_that_is_sparse(k, net, optimizer):
+        if k == 2:
+            net[0].weight.grad = net[0].weight.grad.to_sparse()
+
+    @staticmethod
+    def a_later_gradient_with_the_other_sign(k, net, optimizer):
+        if k == 2:
+            net[0].weight.grad = torch._neg_view(net[0].weight.grad)
+
+    @staticmethod
     def states_in_another_order(k, net, optimizer):
         if k == 2:
             for state in optimizer.state.values():
@@ -207,6 +235,14 @@ class Events:
                 for value in state.values():
                     if isinstance(value, torch.Tensor) and value.dim() == 2:
                         value.data = value.data.t().contiguous().t()
+
+    @staticmethod
+    def memory_of_states_in_another_type(k, net, optimizer):
+        if k == 2:
+            for state in optimizer.state.values():
+                for name, value in state.items():
+                    if isinstance(value, torch.Tensor) and name != "step":
+                        value.data = value.data.double()
 
     @staticmethod
     def weights_in_other_memory(k, net, optimizer):
@@ -377,6 +413,7 @@ def through(event, kind, hooks):
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 @pytest.mark.parametrize("name", ["torch", "onnxruntime"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(

@@ -146,11 +146,9 @@ def _update(twin: Optimizer, name: str, config: RuntimeConfig) -> Callable[[], o
     groups, direct = twin.param_groups, FusedUpdate(twin)
 
     def fused() -> None:
-        calls = direct.ready()
-        if calls is not None:
-            for call in calls:
-                call()
-            return
+        update = direct.ready()
+        if update is not None:
+            return update()
         if fused_kernel_fits(twin):
             twin.param_groups = GroupsOfOneStep(twin, fused_groups(groups))
         step(twin)

@@ -58,13 +58,18 @@ def fused_kernel_fits(optimizer: Optimizer) -> bool:
 def may_be_fused(group: Group) -> bool:
     """Whether a fused kernel may make the update of ``group``, of which the user has said nothing."""
     return (
-        group.get("fused", False) is None
-        and not (group.get("foreach") or group.get("differentiable") or group.get("capturable"))
+        _is_left_open(group)
         # a tensor of which the kernel takes the number, and other code rounds with
         and not any(isinstance(value, Tensor) for value in (*group.values(), *group.get("betas", ())))
         # it counts in float32
         and torch.get_default_dtype() is torch.float32
     )
+
+
+def _is_left_open(group: Group) -> bool:
+    """Whether the user asks for none of torch's implementations."""
+    get = group.get
+    return get("fused", False) is None and not (get("foreach") or get("differentiable") or get("capturable"))
 
 
 def is_in_order(p: Tensor) -> bool:
@@ -127,11 +132,8 @@ class FusedUpdate:
         """Whether it is still to be expected that an update can be made here."""
         return self._kernel is not None and self._misses < _MOST_MISSES
 
-    def ready(self) -> list[Callable[[], None]] | None:
-        """The coming update, if it can be made here: what makes it, for each group, called under ``torch.no_grad()``.
-
-        Nothing is changed before.
-        """
+    def ready(self) -> Callable[[], None] | None:
+        """A function that makes the coming update, if it can be made here. Nothing is changed before."""
         if not self.possible:
             return None
         calls = self._calls()
@@ -139,10 +141,10 @@ class FusedUpdate:
             self._plan()
             calls = self._calls()
         self._misses = self._misses + 1 if calls is None else 0
-        return calls
+        return None if calls is None else partial(_call_all, calls)
 
     def _calls(self) -> list[Callable[[], None]] | None:
-        """What :meth:`ready` returns; ``None`` where something is not as it was."""
+        """The kernel's call for each group; ``None`` where something is not as it was."""
         optimizer, parts = self._optimizer, self._parts
         groups, state = optimizer.param_groups, optimizer.state
         if (
@@ -187,7 +189,7 @@ class _Part:
         self._listed = list(group["params"])
         self._params = [p for p in self._listed if p.grad is not None]
         self._without = [p for p in self._listed if p.grad is None]
-        self._flags, self._names = _flags(group), kernel.states(group)
+        self._names = kernel.states(group)
         self._states: list[list[Any]] = [[(state.get(p) or {}).get(name) for p in self._params] for name in self._names]
         self._dtypes, self._shapes = {p.dtype for p in self._params}, [p.shape for p in self._params]
         # all states are tensors and every type is the same, or no kernel can be given this
@@ -202,7 +204,7 @@ class _Part:
         numbers = kernel.numbers(group)
         as_before = (
             group is self._group
-            and _flags(group) == self._flags
+            and _is_left_open(group)
             and kernel.states(group) == self._names
             and _NUMBERS.issuperset(map(type, numbers))
             and _same(group["params"], self._listed)
@@ -232,14 +234,14 @@ def _same(found: Sequence[object], known: Sequence[object]) -> bool:
     return len(found) == len(known) and all(map(is_, found, known))
 
 
+@torch.no_grad()
+def _call_all(calls: list[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
+
+
 def _nothing() -> None:
     """The update of a group without gradients."""
-
-
-def _flags(group: Group) -> tuple[Any, ...]:
-    """The settings of a group that decide which of torch's implementations makes its update."""
-    get = group.get
-    return get("fused", False), get("foreach"), get("differentiable"), get("capturable")
 
 
 _Row = list[Tensor]

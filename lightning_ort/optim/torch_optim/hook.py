@@ -171,14 +171,12 @@ class StepHook:
                 if self._update():
                     optimizer.param_groups = GroupsOfOneStep(optimizer, ())
                 return result
-            calls = self._fused.ready() if executor == FUSED else None
-            fits = calls is not None or (executor == FUSED and fused_kernel_fits(optimizer))
+            update = self._fused.ready() if executor == FUSED else None
+            fits = update is not None or (executor == FUSED and fused_kernel_fits(optimizer))
             if fits or executor == AS_WRITTEN:
                 self._threads.begin(spent + perf_counter() - closed)
-            if calls is not None:
-                with torch.no_grad():
-                    for call in calls:
-                        call()
+            if update is not None:
+                update()
                 optimizer.param_groups = GroupsOfOneStep(optimizer, ())
             elif fits:
                 optimizer.param_groups = GroupsOfOneStep(optimizer, fused_groups(optimizer.param_groups))
